@@ -1,17 +1,18 @@
 """Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and alone.
 
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU.
-    python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
+    python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama  # 1B.
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
 The script makes two sweeps over the attention implementation and seq_len. The first sweep measures training steps of
 train.py's loop on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, but chunked
-attention runs in eager mode. The second sweep measures attention alone: forward and backward, in eager mode. While one
-of --n-heads, --head-dims and --dtypes varies, the other two keep their first values. Each case runs in a new process,
-so a crash or running out of memory affects only that case. A case is skipped if a shorter case with the same settings
-ran out of memory. The script first prints the minimum memory that naive attention needs, and the shortest seq_len for
-which this minimum exceeds the memory of the device (see scripts/ablation/formula.py).
+attention runs in eager mode. The second sweep measures attention alone: forward and backward, in eager mode. The second
+sweep varies --n-heads, --head-dims and --dtypes one at a time, and keeps the first values of the two other options.
+Each case runs in a new process, so a crash or running out of memory affects only that case. A case is skipped if a
+shorter case with the same settings ran out of memory. The script first prints the minimum memory that naive attention
+needs, and the shortest seq_len for which this minimum exceeds the memory of the device (see
+scripts/ablation/formula.py).
 
 OUT/results.jsonl holds the finished cases. To continue after Ctrl-C, or to repeat failed cases, run the same command
 again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a PNG for each
@@ -121,7 +122,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
     with errors_in_one_line((ProcessError, ValueError, HydraException, OmegaConfBaseException)):
-        # Use another process: a CUDA context in this process would leave less GPU memory for every case.
+        # Query the memory in another process, because a CUDA context in this process would leave less GPU memory for
+        # the cases.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)

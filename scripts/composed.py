@@ -21,7 +21,7 @@ def composed(arguments: list[str], unread: Collection[str] = ()) -> DictConfig:
     """
     overrides = _overrides(arguments)
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    if not OmegaConf.has_resolver("sweep_group"):  # train.py also registers it
+    if not OmegaConf.has_resolver("sweep_group"):  # train.py also registers this resolver
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
     OmegaConf.register_new_resolver("wandb_tags", wandb_tags, replace=True)
     with initialize_config_dir(str(CONF), version_base="1.3"):

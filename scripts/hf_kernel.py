@@ -30,7 +30,8 @@ VERSION = 0  # version 0 means that the interface can still change
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import glu as glu, rmsnorm as rmsnorm, rotary as rotary\n"
 
-# Older versions of the package `kernels` import fa_kernels/__init__.py, which loads the variant's own __init__.py.
+# The text of fa_kernels/__init__.py, which older versions of the package `kernels` import. The file loads
+# ../__init__.py.
 COMPATIBILITY = '''"""The kernel, for older versions of the package that loads it."""
 
 import sys

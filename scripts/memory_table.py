@@ -136,11 +136,10 @@ def table(
 ) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    plan: the run's plan. It is the plan `searched` after as_run has replaced strategy.reshard_after_forward=auto.
+    plan: the run's plan, which is `searched` after as_run has replaced strategy.reshard_after_forward=auto.
     attention: the name of the chosen option of conf/attention.
     auto: if true, the search for the longest seq_len tries all memory levers.
-    searched: the plan from which two searches start: the search for the longest seq_len, and the search for the next
-    lever.
+    searched: the plan from which the searches for the longest seq_len and for the next lever start.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run

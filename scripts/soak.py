@@ -11,8 +11,8 @@ OUT.md. The script ends with status 1 if a difference is larger than allowed.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Mapped files, such as libraries and
 tokens, are listed but not compared. If n processes of the machine use a page of a mapped file, each process counts 1/n
-of the page, so processes outside the run change the memory that is counted for the run. The script also writes OUT.csv,
-which has the memory of each process in each sample.
+of the page. The counted memory of the run's mapped files thus depends on processes outside the run. The script also
+writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The host memory of one process in GiB. If n processes share a page, each counts 1/n of the page."""
+    """The host memory of one process in GiB. If n processes share a page, each process counts 1/n of the page."""
 
     pid: int
     process: str  # TRAINING, WORKERS or OTHERS

@@ -62,7 +62,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def name_variables(cfg: DictConfig) -> None:
-    """Replaces environment variables by their names in the keys that a model card shows (`SHOWN`).
+    """Replaces environment variables by their names in the config keys that a model card shows (`SHOWN`).
 
     The value of a variable may be a secret, and the config may come from another person.
     """
@@ -73,7 +73,7 @@ def name_variables(cfg: DictConfig) -> None:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for key, value in values.items():
         if "${" in value:
-            OmegaConf.update(cfg, key, value.replace("${", "\\${"))  # escaped, so that it is not resolved later
+            OmegaConf.update(cfg, key, value.replace("${", "\\${"))  # escaped, so that OmegaConf does not resolve it
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
@@ -94,7 +94,7 @@ def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tup
     fa_train.models.hf.export.load.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # absent in configs of older runs
-    # Interpolations are resolved only once, so that the targets that are built are exactly those that were checked.
+    # Interpolations are resolved only once, so that exactly the checked targets are built.
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):
         require_own_targets(part, f"{name} in the run's .hydra/config.yaml")

@@ -1,12 +1,13 @@
 """SwiGLU and GeGLU (arXiv:2002.05202), two gated linear units: act(gate) * value, where act is SiLU or GELU.
 
-Each row of the input (rows, 2 ffn_dim) holds the gates, and then the values. GELU is computed with its tanh
+Each row of the input (rows, 2 ffn_dim) holds ffn_dim gates, followed by ffn_dim values. GELU is computed with its tanh
 approximation.
 
-The forward and the backward pass are one kernel each. The output is called the activations. The backward kernel also
-recomputes the activations, so the forward pass does not have to save them. The caller needs the activations for the
-gradient of the next linear layer's weight. The backward kernel overwrites the gradient of the activations with the
-activations. It writes the gradient of the input over the input, or to a new tensor.
+The forward and the backward pass are one kernel each. The output of the forward pass is called the activations. The
+backward kernel also recomputes the activations, so the forward pass does not have to save them. The next linear layer
+needs the activations to compute the gradient of its weight. The backward kernel overwrites the gradient of the
+activations with the activations. `glu_backward` overwrites the input with its gradient, and `glu_gradient` returns the
+gradient as a new tensor.
 """
 
 import torch
@@ -59,7 +60,7 @@ def _act(gate, USES_GELU: tl.constexpr):
     0.044715 x^3).
     """
     if USES_GELU:
-        # 1.5957... is 2 sqrt(2 / pi)
+        # the constant 1.5957691216057308 is 2 sqrt(2 / pi)
         sigmoid = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         opened = gate * sigmoid
         slope_of_2u = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
@@ -98,8 +99,8 @@ def glu_backward(projected: Tensor, d_activated: Tensor, unit: str) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
-    glu_backward is one torch operator, so a simulation of GPU memory on the CPU does not look inside it. The simulation
-    must not count the temporary tensors of `_backward_plainly`, because the GPU kernel has no temporary tensors.
+    glu_backward is one torch operator, so that a simulation of GPU memory on the CPU does not count the temporary
+    tensors of `_backward_plainly`. The GPU kernel has no temporary tensors.
     """
     _backward(projected, d_activated, d_projected=projected, unit=unit)
 
@@ -109,8 +110,8 @@ def glu_gradient(projected: Tensor, d_activated: Tensor, unit: str) -> Tensor:
     """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
     Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all contiguous.
-    Because glu_gradient is a torch operator, torch.compile copies d_activated only if later code reads the old values
-    of d_activated.
+    torch.compile copies d_activated only if later code reads the old values of d_activated, because glu_gradient is a
+    torch operator.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected, unit)

@@ -32,7 +32,7 @@ def _dequantize_kernel(
     scale = tl.div_rn(scaler, factor).to(dtype).to(tl.float32)
     scale = (scale + tl.load(mean_ptr).to(tl.float32)).to(dtype).to(tl.float32)
     codes = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
-    first = tl.load(table_ptr + (codes >> 4)).to(tl.float32) * scale  # the high half of a byte is the earlier element
+    first = tl.load(table_ptr + (codes >> 4)).to(tl.float32) * scale  # the high 4 bits encode the earlier element
     second = tl.load(table_ptr + (codes & 15)).to(tl.float32) * scale
     elements = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     tl.store(weight_ptr + elements, tl.interleave(first, second).to(dtype), mask=elements < 2 * n_bytes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_kernels.device import multiprocessors
 
-ELEMENTS_PER_WARP = 1024  # elements of a row that one warp processes, 32 per thread
+ELEMENTS_PER_WARP = 1024  # number of a row's elements that each warp processes; each thread processes 32
 PROGRAMS_PER_SM = 12  # backward programs per SM; each program sums the gradient of the weight over its rows
 
 
@@ -45,8 +45,8 @@ def _add_norm_backward_kernel(
 ):  # fmt: skip
     """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
 
-    If x_ptr already holds the sum, added_ptr is None. If `x` and `added` have the same dtype, d_added_ptr is None,
-    because dx is also the gradient of `added`.
+    added_ptr is None if x_ptr already points to the sum x + added. d_added_ptr is None if `x` and `added` have the same
+    dtype, because dx is then also the gradient of `added`.
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -134,9 +134,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of `x`, `added` and `weight`.
 
-    If the argument `added` is None, the argument `x` must be the sum x + added that `forward` returned.
-    If `x` and `added` have the same dtype, the gradients of `x` and `added` are equal, and an empty tensor is returned
-    as the gradient of `added`.
+    If `added` is None, `x` must be the sum that `forward` returned.
+    If `x` and `added` have the same dtype, their gradients are equal, and the gradient of `added` is returned as an
+    empty tensor.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)

@@ -60,7 +60,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _select(head, k_head, v_head, q, k, v):
-    """Returns q if `head` is a head of q, k if it is a head of k, and v if it is a head of v.
+    """Returns the one of q, k and v to which the head with the index `head` belongs.
 
     k_head is the index of k's first head, and v_head is the index of v's first head.
     """
@@ -88,8 +88,9 @@ def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> t
 
     The results are differentiable in qkv, to any order. `heads` is (n_heads, n_kv_heads, n_kv_heads), the numbers of
     heads of q, k and v.
-    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim), with a last dimension of stride 1; cos and sin (total,
-    head_dim / 2), fp32, contiguous -> q (total, n_heads, head_dim); k and v (total, n_kv_heads, head_dim).
+    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim) -> q (total, n_heads, head_dim); k and v (total, n_kv_heads,
+    head_dim). The last dimension of qkv must have stride 1. cos and sin have the shape (total, head_dim / 2), and must
+    be fp32 and contiguous.
     Raises: ValueError if the shapes do not fit together.
     """
     _require_angles(qkv, cos, sin)

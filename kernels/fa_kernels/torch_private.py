@@ -13,7 +13,7 @@ from torch.autograd import Function, forward_ad
 
 
 def _find(path: str) -> Any:
-    """Returns the object torch.`path`, or None if torch has no such object."""
+    """Returns the attribute of torch with the dotted name `path`, or None if torch lacks this attribute."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -75,7 +75,7 @@ def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
 def without_dead_wrapper(x: Tensor) -> Tensor:
     """Returns x without the wrapper of a functorch transform that has ended, or x itself if x has no such wrapper."""
     if _unwrap_if_dead is None:
-        return x  # without _unwrap_if_dead, apply_without_transforms returns function.apply, which unwraps x
+        return x  # without _unwrap_if_dead, the caller uses function.apply, which unwraps x itself
     unwrapped: Tensor = _unwrap_if_dead(x)
     return unwrapped
 

@@ -37,7 +37,7 @@ from scripts.bench.training_case import (
 from scripts.bench.training_case import measure as measure_ours
 
 VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; nano has 256 bytes and 3 special tokens
-REPLACEABLE = ("memory", "optimizer")  # config groups whose default options an override can replace
+REPLACEABLE = ("memory", "optimizer")  # config groups with a default option, which an override of a case can replace
 Precision = Literal["bf16-mixed", "32-true"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

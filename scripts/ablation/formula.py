@@ -12,7 +12,7 @@ fa_train.models.attention.naive_attention needs, if an element of q has 2 or 4 b
 
 The mask takes one byte per pair of a query and a key, and all heads share it. The backward of compiled code recomputes
 the mask and the softmax, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q,
-and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
+and the backward also needs the gradient of this tensor. The memory of a training step peaks at the start of the
 backward, in the last layer. With activation checkpointing, the score tensors of only one layer exist at a time.
 `selective` checkpointing keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in
 fp32 takes 16 bytes per parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states,
@@ -35,9 +35,9 @@ MASK = 1
 KEPT = {2: 6, 4: 4}  # maps the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
-# bytes of weight + gradient + optimizer state on the GPU; adamw_bf16 and adamw_master train bf16 weights
+# bytes per parameter on the GPU: weight + gradient + optimizer state; adamw_bf16 and adamw_master train bf16 weights
 PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2, "adamw_bf16": 2 + 2 + 4, "adamw_master": 2 + 2 + 10}
-LEAST_PARAMETER_BYTES = 4  # with any other optimizer, the formula counts only the weight
+LEAST_PARAMETER_BYTES = 4  # bytes per parameter for any other optimizer: the formula counts only the weight
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,11 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
 
 
 def require_same_settings(overrides: Sequence[str], path: Path, no_result_yet: bool) -> None:
-    """Ends the program if a job has other overrides than the earlier jobs in the multirun's folder.
+    """Ends the program if the overrides of a job differ from those of the earlier jobs in the multirun's folder.
 
-    A StepCase does not hold all settings, so one table could otherwise show results of different settings.
-    overrides: the job's overrides; those that match `FREE` are not compared. path: holds the compared overrides of the
-    first job. no_result_yet: true if no job in the folder has a final result.
+    A StepCase does not hold all settings, so without this check, one table could mix results of different settings.
+    overrides: the job's overrides; those that match `FREE` are not compared. path: the file with the compared overrides
+    of the first job. no_result_yet: true if no job in the folder has a final result.
     """
     own = sorted({override for override in overrides if not FREE.match(override.lstrip("+~"))})
     if no_result_yet or not path.exists():

@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns (name, formula) for each measured memory peak."""
+    """Returns pairs: the name of a measured memory peak, and the formula for its minimum."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -199,7 +199,7 @@ table {{ border-collapse: collapse }}</style></head>
 
 
 def write_files(parts: list[Part], head: dict[str, str], folder: Path) -> None:
-    """Writes a CSV for each table, a PNG for each element of `parts`, ablation.md and ablation.html."""
+    """Writes ablation.md, ablation.html, a CSV file for each table, and a PNG file for each element of `parts`."""
     for part in parts:
         for table in part.tables:
             table.write_csv(folder)
@@ -223,7 +223,7 @@ def draw_steps(rows: list[Row[StepCase]], formula: Formula, device_bytes: int, t
 
 
 def draw_attention(rows: list[Row[AttentionCase]], device_bytes: int, title: str) -> Figure:
-    """Plots the memory and time of both passes against sequence length, in one column for each shape."""
+    """Plots the memory and time of forward and backward against sequence length, in one column for each shape."""
     shapes = list(dict.fromkeys(case.shape for case, _ in rows))
     figure = Figure(figsize=(1 + 4.5 * len(shapes), 14), layout="constrained")
     grid = figure.subplots(len(ATTENTION_PANELS), len(shapes), sharex=True, sharey="row", squeeze=False)
@@ -275,7 +275,7 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
         axes.text(0.5, 0.5, "unknown on this device", ha="center", transform=axes.transAxes)
     lengths = _lengths(rows)
     axes.set_xticks(lengths, [length_label(n) for n in lengths])
-    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # the x axis covers every length, even one without a point
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # the x axis also covers lengths without a point
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(True, color="#dddddd", linewidth=0.6)
@@ -299,7 +299,7 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns a chart with two lines for each name in `names`: one of results, and one of out-of-memory points."""
+    """Returns a chart in which each name has a line of results, and a line of the cases that ran out of memory."""
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -341,7 +341,7 @@ class Records:
         run.finish()
 
     def summary(self, parts: list[Part], head: dict[str, str]) -> None:
-        """Logs the tables and charts, and the pictures and the page that write_files has written."""
+        """Logs all tables and charts, and the PNG and HTML files that write_files has written."""
         if self.mode is None:
             return
         import wandb

@@ -137,7 +137,7 @@ def sweep(
 ) -> list[tuple[Case, Result]]:
     """Returns all cases with their results, in the given order.
 
-    A case is not run again if the file `path` has its result, and the outcome of this result is ok or oom.
+    A case does not run again if the file `path` already has its result with the outcome ok or oom.
 
     `report` is called for every case that ran. Cases that differ only in length must be sorted by length.
     """

@@ -1,7 +1,7 @@
 """Measures the time, TFLOP/s and peak memory of our attention and of other implementations.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal.
-    python -m scripts.bench.attention --varlen --seqlens               # no lengths, so no dense workloads.
+    python -m scripts.bench.attention --varlen --seqlens               # only packed documents.
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. FlashAttention-3 (the package `fa3-fwd`, forward only) and
@@ -292,7 +292,7 @@ def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
     """Measures the forward and backward pass of each backend.
 
-    If the forward pass fails, the rows of both passes show the error.
+    If the forward pass fails, the results of the forward and of the backward both show the error.
     """
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}

@@ -16,7 +16,7 @@ Case = TypeVar("Case")
 def result_of(module: str, case: Any, timeout: float, **environment: str) -> dict[str, Any]:
     """Runs `python -m module --case CASE`, and returns the object in the last line of its output.
 
-    case: an object of a dataclass. environment: variables of the environment that the process gets in addition.
+    case: an object of a dataclass. environment: additional environment variables for the process.
     Raises: subprocess.TimeoutExpired if the process takes longer than `timeout` seconds. MemoryError if Linux killed
     the process. RuntimeError with the reason if the process failed otherwise.
     """

@@ -60,7 +60,7 @@ def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str],
 def overrides_first(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with Hydra's overrides before all other arguments.
 
-    Otherwise, an option with several values would also take the overrides after it as values.
+    The overrides come first because an option with several values would take overrides that follow it as values.
     """
     ordered: list[str] = sorted(arguments, key=lambda argument: re.match(r"[\w.+~@/]+=", argument) is None)
     return ordered

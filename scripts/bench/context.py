@@ -4,9 +4,9 @@
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
     python -m scripts.bench.context --lengths lengths.txt --streams file    # lengths from a file.
 
-The token stream `one` is one document, and `window` is one document with an attention window of 4096 tokens. `short`
-has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. `file` draws lengths from a
-file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
+The token stream `one` is one document, and `window` is one document with an attention window of 4096 tokens. The stream
+`short` has documents of 64 to 512 tokens, and the stream `log-normal` has documents of log-normal lengths. The stream
+`file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
 The benchmark times five computations, called parts. In the part `one`, each rank computes the attention of the whole
 stream. For streams of more than 512k tokens, the attention heads of the part `one` are divided among the ranks, and the
@@ -16,11 +16,11 @@ attention. In the part `alone`, each rank computes its share of the stream's att
 communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents. A repetition measures all parts, in random order. Each rank first calls a part
-twice without timing, to record the launches (fa_kernels.launch.record). Each rank then times --layers further calls
-with the same documents, and takes the mean. The time of the part `one` is the mean over all ranks, and the time of
+twice without timing, to record the launches (fa_kernels.launch.record). Each rank then measures the mean time of
+--layers further calls with the same documents. The time of the part `one` is the mean over all ranks, and the time of
 every other part is that of the slowest rank. The script reports medians over the repetitions. All parts except
 `forward` include the backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of `one`,
-divided by the number of ranks. The exposed share is the time of `shared` divided by the time of `alone`, minus 1. The
+divided by the number of ranks. The exposed share is the time of `shared` divided by that of `alone`, minus 1. The
 script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script
 also times torch's attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
 """
@@ -71,7 +71,7 @@ START_METHOD = "spawn"
 class Setting:
     """The settings of all cases.
 
-    layers: the number of calls of the timed function in one timing.
+    layers: how many calls of a function one timing covers.
     lengths: the lengths from which the token stream with the name `file` draws its document lengths.
     warm_up: the number of untimed repetitions.
     head_groups: the number of head groups of ContextAttention, which computes the parts `shared` and `forward`.
@@ -118,7 +118,7 @@ class Case:
         lengths, window = documents(stream, tokens, seed, setting.lengths), WINDOW if stream == "window" else None
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
-        local = dealt.total // ranks  # tokens of each rank; the stream may be padded
+        local = dealt.total // ranks  # number of tokens of each rank, including padding
         plan = traffic(dealt, boundaries, rank, window)
         # the mean document length, where a document of n tokens counts n times, as in training
         mean = round(sum(length**2 for length in lengths) / tokens)
@@ -142,7 +142,7 @@ class Case:
             "forward": lambda: attention(q, k, v, schedule),
             "alone": _both_passes(flash_attention, own, setting, device, local, n_keys),
             "moved": _exchange(schedule, local, setting, device),
-            # If only one GPU computed this part, it would become hotter and slower than the others in the next part.
+            # All GPUs compute this part, because a single busy GPU would become hotter and slower than the others.
             "one": _both_passes(flash_attention, whole, heads, device, tokens, tokens),
         }
         if PEER_PARTS[0] in setting.parts(stream):

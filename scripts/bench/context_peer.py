@@ -23,7 +23,7 @@ def peer_parts(
 ) -> dict[str, Callable[[], object]]:
     """Returns a dictionary that maps each name in `PEER_PARTS` to a function.
 
-    Each function runs both passes of causal attention in bf16.
+    Each function runs causal attention in bf16, forward and backward.
     tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()

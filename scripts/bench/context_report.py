@@ -39,7 +39,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
 
     TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. The
     milliseconds of the backward pass are `ms["shared"] - ms["forward"]`, because the part `shared` of the benchmark
-    times both passes of attention.
+    times forward and backward together.
     """
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | exposed "

@@ -2,9 +2,9 @@
 
 Each cell of the table shows the microseconds of a call, and the GB/s at which the call reads K and V. For a dense
 cache, the table has three columns: our kernel with an automatic number of splits, our kernel with one split, and SDPA.
-Splits are parts of the keys that different programs read. For paged caches, the results table has one column per
-page size. The caches are full and hold bf16. The candidates in a table line run as CUDA graphs, in random order and
-with a cold L2 cache (see scripts/bench/timing.py). Writes OUT.md.
+A split is a part of the keys that one program reads. For paged caches, the results table has one column per page
+size. The caches are full and hold bf16. The candidates in a table line run as CUDA graphs, in random order and with a
+cold L2 cache (see scripts/bench/timing.py). Writes OUT.md.
 
     python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """

@@ -2,9 +2,9 @@
 
 The script times the forward and the backward of flash_attn_varlen_func on one long row (64k tokens by default) in bf16.
 The times include building the attention schedule. The column `work` is the number of visible (query, key) pairs,
-divided by that of plain causal attention. The column `cost` is the time, divided by that of plain causal attention. For
-a window and for packed documents, `cost` should be close to `work`. For a feature that changes scores (such as ALiBi),
-`cost` should be close to 1. With fp8 inputs or a paged cache, only the forward pass is timed. Writes OUT.md.
+relative to plain causal attention. The column `cost` is the time, relative to plain causal attention. For a window and
+for packed documents, `cost` should be close to `work`. For a feature that changes scores (such as ALiBi), `cost` should
+be close to 1. With fp8 inputs or a paged cache, only the forward pass is timed. Writes OUT.md.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
-    """Returns a partial that runs a feature's forward pass, with q, k and v as its first three bound arguments."""
+    """Returns the forward pass of a feature as a functools.partial, which has q, k and v as its first arguments."""
     total = sum(feature.lengths)
     n_kv_heads, v_head_dim = feature.n_kv_heads or n_heads, feature.v_head_dim or head_dim
     q = inputs("q", total, n_heads, head_dim)
@@ -187,8 +187,8 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 
     Returns {(index of the feature, head_dim): error or an empty string}.
     """
-    # The cases of one feature have different head_dims, and therefore different kernels. Two processes that compile one
-    # feature at the same time compile different kernels.
+    # Neighbouring cases are usually one feature with different head_dims. Different head_dims need different kernels,
+    # so concurrent processes rarely compile the same kernel.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )
@@ -202,7 +202,7 @@ def measure(
     """Returns the milliseconds of each feature: one dictionary for the forward pass, and one for the backward pass.
 
     With 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB of memory, and all inputs together take about 4 GiB.
-    Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq, which is 56 GiB for 14 features.
+    Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The graphs of 14 features take 56 GiB.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)
@@ -215,7 +215,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it records
+        torch.cuda.empty_cache()  # frees the memory of the warm-up call in `captured`
     return median_ms(runs, rep=rep)
 
 

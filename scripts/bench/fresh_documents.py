@@ -4,10 +4,10 @@
     python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours    # five rounds.
 
 Consecutive calls get different cu_seqlens, mostly with different numbers of documents. No attention schedule is built
-in advance. Because calls are not replayed as a CUDA graph, the time per call is the host time or the GPU time,
-whichever is longer. The backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4
-(`flash-attn-4`) run if they are installed. A sample consists of several calls without a GPU sync between them. The host
-time of a sample ends when its last call returns.
+in advance. Calls are not replayed as a CUDA graph, so the time per call is the longer of the host time and the GPU
+time. The backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`)
+run if they are installed. A sample consists of several calls without a GPU sync between them. The host time of a sample
+ends when its last call returns.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def _varlen(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_se
 def calls_of(
     attention: Attention, shape: Shape, batches: Iterator[Tensor], tokens: int
 ) -> dict[str, Callable[[], None]]:
-    """Returns a function for each pass, which takes the next batch of documents from `batches` in each call."""
+    """Returns a function for each pass. Each call of a function takes the next batch of documents from `batches`."""
     q, k, v, do = (
         torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
         for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)

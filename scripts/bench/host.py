@@ -3,14 +3,14 @@
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
 schedules are built in advance. `forward` is a call without gradients, and `forward, autograd` is a call with gradients.
 The column `backward` shows the time of torch.autograd.grad for one call, including the start of autograd's engine and
-thread. `backward, of 16` shows the time of the backward of 16 chained calls, divided by 16. This is the time that one
-more layer of a model adds. The column `backward's node` shows the time of a direct call of the backward node, without
+thread. The column `backward, of 16` shows the time that one more layer of a model adds: the backward of 16 chained
+calls, divided by 16. The column `backward's node` shows the time of a direct call of the backward node, without
 autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
 table, in random order. After the last call of a sample has returned, the GPU may need extra time to finish its work.
-For each sample, this extra GPU time is divided by the sample's time. If the median of this ratio over the samples of a
-cell is more than 10%, the cell is marked as GPU-bound. Writes OUT.csv and OUT.md.
+A cell is marked as GPU-bound if the extra GPU time of its samples, divided by the sample's time, has a median above
+10%. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # number of equally long documents in the cases with several documents
 WARM_UP = 5  # number of untimed calls; the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # a row is GPU-bound if the median of Sample.left is larger than this
+GPU_BOUND = 0.1  # a Row is GPU-bound if the median of Sample.left over its samples exceeds this limit
 MOST_CALLS = 500
 NOTHING = "a Function that does nothing"
 

@@ -56,7 +56,7 @@ ROW_RANGE = 8  # bytes for the start and the end of a row's visible range (two i
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# {pass: (tensors that a key tile reads once, fp32 values that a key tile reads for each row of Q, output tensors)}.
+# Maps a pass to (tensors that a key tile reads once, fp32 values that it reads per row of Q, output tensors).
 # The pass `dv` needs neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),

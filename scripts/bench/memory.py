@@ -12,13 +12,13 @@ counts only offloaded activations and the tensors of an offloaded optimizer.
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
-Combinations with bf16-true, or with an optimizer other than adamw, run only at the first length in --seq-lens, because
-the optimizer's time does not depend on the number of tokens. Every second round runs in reverse order, so that a GPU
-that slows down over time affects all combinations equally.
+Combinations with bf16-true, or with an optimizer other than adamw, run only at the first length in --seq-lens. The time
+of the optimizer does not depend on the number of tokens. Every second round runs in reverse order, so that a GPU that
+slows down over time affects all combinations equally.
 
-The option --profile profiles one step with offload and one step without offload, at the first length in --seq-lens, and
-writes traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes memory.md and
-memory.json to the folder OUT.
+The option --profile profiles one step with offload and one step without offload, at the first length in --seq-lens. The
+script writes the traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes
+memory.md and memory.json to the folder OUT.
 """
 
 import argparse

@@ -44,7 +44,7 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
 
 
 def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
-    """Formats the page: its header, the slowdown of each lever by length, and all measurements."""
+    """Formats the page: its header, the slowdown by each lever at each length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
     lines = header("What each memory lever costs", head)

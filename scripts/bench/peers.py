@@ -85,7 +85,7 @@ def build_peer(config: DictConfig, device: torch.device, variant: Variant) -> Pe
     with device:
         tokens = torch.randint(config.model.vocab_size, (1, config.seq_len))
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    labels = tokens.masked_fill(positions == 0, -100)  # no label crosses from one document into the next
+    labels = tokens.masked_fill(positions == 0, -100)  # the first token of a document is never a label
 
     def loss() -> Tensor:
         # Each step gets a new tensor of positions, as in training, so attention cannot reuse results of earlier steps.

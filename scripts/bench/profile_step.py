@@ -9,10 +9,10 @@ logger=csv and batch_size=1 (one micro-batch per step). In a folder that is not 
 show the commit in profile.md. The script profiles only rank 0.
 
 In the run's folder, `profile.md` and `profile.csv` list the exclusive time of each part. Exclusive means that each
-moment of the step counts for at most one part. In the exclusive times, copies and communication count only while no
-kernel computes. The column `kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for
-https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time axis of
-`memory.png` is host time, because the host allocates and frees memory.
+moment of the step counts for at most one part. The exclusive times of copies and communication leave out the time in
+which a computing kernel runs. The column `kernels ms` shows the full time of copies and communication. `trace.json.gz`
+is a trace for https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time
+axis of `memory.png` is host time, because the host allocates and frees memory.
 
 The kernels of attention, of the loss and of the optimizer are assigned to the part of the step that launches them.
 Copies, communication kernels and all other kernels are assigned to parts of the step by their names. On a CPU,

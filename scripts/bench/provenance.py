@@ -17,7 +17,7 @@ from scripts.bench.command_line import REPOSITORY
 def describe(program: str, commit: str | None) -> dict[str, str]:
     """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions.
 
-    program: what follows `python` in the command, such as "-m scripts.bench.host". Its arguments are in sys.argv.
+    program: what follows `python` in the command, such as "-m scripts.bench.host", without the arguments in sys.argv.
     """
     commit = _commit() if commit is None else commit
     processor = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
@@ -31,9 +31,9 @@ def describe(program: str, commit: str | None) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Returns the commit of this repository, which need not be that of the folder in which the command was started."""
+    """Returns the commit of this repository, even if the command was started in another folder."""
     unknown = "unknown: no git checkout, and no --commit"
-    if not (REPOSITORY / ".git").exists():  # git would name the commit of a repository around this folder
+    if not (REPOSITORY / ".git").exists():  # git could return the commit of an enclosing repository
         return unknown
     try:
         describe = ["git", "describe", "--always", "--dirty"]
@@ -46,8 +46,8 @@ def _commit() -> str:
 def results_prefix(given: Path | None, what: str, gpu: str | None = None) -> Path:
     """Returns the prefix of the result files, and creates its folder.
 
-    given: the value of --out. If it is None, the prefix is scripts/results/<what>_<gpu>_<yyyymm>.
-    gpu: replaces the name of this machine's GPU.
+    given: the value of --out. If `given` is None, the prefix is scripts/results/<what>_<gpu>_<yyyymm>.
+    gpu: the name to use instead of the name of this machine's GPU.
     """
     if given is None:
         gpu = gpu or torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")

@@ -41,7 +41,7 @@ SOME_LAYERS = "[q_proj,v_proj]"  # peft's default for Llama
 
 
 def overrides_of(number: int) -> tuple[int, list[str]]:
-    """Returns the seq_len of a configuration, and the overrides of train.py that describe the rest."""
+    """Returns the seq_len of a configuration, and the overrides of train.py for all other settings."""
     draw = random.Random(number)
     has_adapter = draw.random() < 0.35
     model = _model_of(draw, has_adapter)
@@ -108,7 +108,7 @@ def _model_of(draw: random.Random, has_adapter: bool) -> dict[str, Any]:
 
 
 def planned(number: int, device: Device) -> tuple[DictConfig, Plan]:
-    """Returns the config and the memory plan of a configuration. Raises the errors of train.py."""
+    """Returns the config and the memory plan of a configuration. Raises the same errors as train.py."""
     seq_len, overrides = overrides_of(number)
     config = training_config("llama_1b", "flash", seq_len, STEPS, device, overrides)
     with torch.device("meta"):

@@ -12,9 +12,9 @@ logger=csv, without validation and without checkpoints.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
-communication and compute show the mean over the ranks and, in brackets, the largest value of any rank. Peaks are those
-of torch's allocator, for each rank, over all steps. `plan` is the planner's prediction of a rank's peak. The error of
-the plan is the largest error over the ranks.
+communication and compute show the mean over the ranks and, in brackets, the largest value of any rank. The peak of a
+rank is the peak memory of torch's allocator over all steps. `plan` is the planner's prediction of a rank's peak. The
+error of the plan is the largest error over the ranks.
 
 The script writes OUT.csv and OUT.md after every run, and keeps the log and metrics.csv of each run in the folder
 OUT_runs.

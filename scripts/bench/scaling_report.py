@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.bench.page import header, shown
 
-ENOUGH = 0.95  # share of the ideal speed
+ENOUGH = 0.95  # a run counts as fast if it has at least this share of the ideal speed
 CLOSE = 0.05  # a prediction within 5% of the measured peak counts as close
 HEAD = (
     "case", "GPUs", "tokens/s (slowest to fastest log)", "of ideal", "step ms", "data wait ms", "communication ms",

@@ -14,8 +14,8 @@ script runs a plain training loop: forward, backward, optimizer. Times are host 
 step. Peak memory and reserved memory are the CUDA allocator's maxima over all steps. MFU counts FLOPs as
 fa_train/flops.py does, without recomputation.
 
-Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
-lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
+Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory. `compiled` sets
+lit_gpt.compile_model=true, and `float8` sets lit_gpt.float8=tensorwise. `portable` disables the Hopper kernels
 (FLASH_ATTENTION_BACKEND). Variants whose names start with hf are transformers with Liger's kernels (see
 scripts/bench/peers.py). hf, hf-compiled and hf-fa_train also exist with the suffix `-checkpointing`. The script writes
 OUT.csv and OUT.md after every case. For each length, OUT.md compares the fastest peer with the fastest of our variants

@@ -10,7 +10,7 @@ from scripts.bench.step_trace import LOSS, OPERATORS, OPTIMIZER, Event, Ranges
 
 WEIGHTS, STATE, GRADIENTS = "weights", "optimizer state", "gradients"
 KEPT, ATTENTION, TEMPORARY, OTHER = "kept for the backward", "attention", "temporary", "other"
-COMPONENTS = {  # in the order of the plot from bottom to top; colours are the palette of Okabe and Ito
+COMPONENTS = {  # in the plot's order from bottom to top, with colours from the palette of Okabe and Ito
     WEIGHTS: "#0072B2",
     STATE: "#56B4E9",
     GRADIENTS: "#009E73",

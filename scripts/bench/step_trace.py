@@ -121,9 +121,9 @@ def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part of the step, including idle time. The parts add up to the step's time.
 
     Each point in time counts for exactly one part of the step. If a computing kernel runs on a GPU at the same time as
-    a copy or a communication kernel, the time counts for the part of the step to which the computing kernel belongs. If
-    several computing kernels run at the same time, the time counts for the part of the step to which the kernel that
-    started first belongs. Without a GPU, time counts for the part of the innermost operator that is running.
+    a copy or a communication kernel, the time counts for the computing kernel's part of the step. If several computing
+    kernels run at the same time, the time counts for the part of the kernel that started first. Without a GPU, time
+    counts for the part of the innermost operator that is running.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:
@@ -132,7 +132,7 @@ def exclusive(step: Step) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     clipped = [(max(i.start, step.start), min(i.end, step.end), i) for i in step.intervals]
     clipped = [(start, end, interval) for start, end, interval in clipped if start < end]
-    # at the same moment, ends of intervals are sorted before starts
+    # if one interval ends when another interval starts, the end comes first
     changes = sorted(
         [(start, 1, number) for number, (start, _, _) in enumerate(clipped)]
         + [(end, 0, number) for number, (_, end, _) in enumerate(clipped)]

@@ -67,8 +67,8 @@ WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
-# The kernels split each fp32 element into two TF32 halves, which doubles the shared memory. The products with lower
-# halves need further accumulators in registers, so the limit for accumulators and scores is half of `MAX_HELD`.
+# The kernels split each fp32 element into two TF32 halves, which doubles the shared memory. Products with the lower
+# halves need additional accumulators in registers, so the limit for accumulators and scores is half of `MAX_HELD`.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -131,8 +131,8 @@ def near(
 ) -> Iterator[TileConfig]:
     """Yields the table's entry, and then the candidates that differ from that entry by one step in one value.
 
-    If the table has no dk and dv entries for a head_dim, the search starts from the entries of the next larger head_dim
-    that has them.
+    If the table has no dk and dv entries for a head_dim, the search starts from the dk and dv entries of the next
+    larger head_dim.
     """
     itemsize = ITEMSIZE[products]
     worthwhile = list(candidates(arch, head_dim, direction, limit, products))
@@ -203,7 +203,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
     # The schedule `half` has tiles either for the kernels of dk and dv, or for the kernel of dq. attention_backward
-    # launches no kernel for which the schedule has no tiles.
+    # launches only the kernels for which the schedule has tiles.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 

@@ -112,7 +112,7 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
             exchange.wait()
             now[0] += 5
 
-        now[0] += 1  # the time of the copies before the wait; the span of the wait must not include it
+        now[0] += 1  # the copies take 1 s, and the measured wait must not include the copies
         return SimpleNamespace(wait=wait)
 
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)

@@ -80,7 +80,7 @@ def test_ranks_are_compared_with_the_first_copy(hashes, copies, expected):
     ],
 )
 def test_only_copies_are_compared(strategy, world_size, expected):
-    """With one copy of the model, nothing is hashed. Hashing would raise an error, because no module is given."""
+    """Nothing is hashed if the model has only one copy. The module is None, so hashing would raise an error."""
     trainer = SimpleNamespace(strategy=strategy, world_size=world_size, global_step=0)
     assert copies(trainer) == expected
     if expected == 1:

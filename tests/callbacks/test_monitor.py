@@ -1,4 +1,4 @@
-"""Monitor logs a step's values under that step, and reads them after the next micro-batch has been launched."""
+"""A value is logged under its own step, although Monitor reads it after the next micro-batch has been launched."""
 
 import json
 import math
@@ -122,7 +122,7 @@ def test_the_last_log_is_written_when_a_run_fails(tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "arrived", "logs"), [(1, False, True), (2, True, True), (2, False, False)], ids=str)
 def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
-    """The device could wait forever for a failed rank."""
+    """A wait for the device could last forever, because another rank may have failed."""
     end = SimpleNamespace(passed=lambda: arrived)
     monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
     monitor.log_reading = lambda trainer, together: logged.append(trainer)
@@ -287,5 +287,5 @@ def test_the_time_between_two_calls_of_fit_is_not_training_time():
 def test_a_learning_rate_in_a_tensor_is_logged_as_the_number_of_its_step():
     monitor, lr = Monitor(16, 4, None), torch.tensor(0.5)
     monitor.on_before_optimizer_step(Mock(), Mock(spec=LitGPT), Mock(param_groups=[{"lr": lr}]))
-    lr.zero_()  # torch's schedulers change a tensor in place
+    lr.zero_()  # torch's schedulers change a learning rate in place if it is a tensor
     assert json.dumps(monitor._lr) == "0.5"

@@ -41,7 +41,7 @@ def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
 
 @pytest.mark.parametrize("ends", [False, True], ids=["failed", "finished"])
 def test_a_wandb_run_that_cannot_be_closed_only_prints_an_error(ends, monkeypatch):
-    """Without this, the callback Checkpoint would not save a failed run, and a finished run would not be exported."""
+    """If Record raised the error, Checkpoint would not save a failed run, and a finished run would not be exported."""
     fake, trainer = Mock(), Mock(is_global_zero=False, loggers=[], global_step=1, max_steps=1)
     fake.finish.side_effect = OSError(28, "No space left on device")
     monkeypatch.setattr(record, "wandb_run", lambda _: fake)
@@ -58,7 +58,7 @@ def test_only_local_folders_of_loggers_are_created(folder, tmp_path, monkeypatch
 
 
 def test_a_logger_that_cannot_finish_is_removed_and_only_prints_an_error(monkeypatch):
-    """Otherwise, Lightning would let the logger finish again at the end of the run, and the export would be missing."""
+    """If the logger stayed, Lightning would call its finalize again, and the error would prevent the export."""
     fake, fails, other = Mock(), Mock(), Mock()
     fails.finalize.side_effect = OSError(28, "No space left on device")
     trainer = Mock(is_global_zero=False, loggers=[fails, other], global_step=1, max_steps=1)
@@ -70,7 +70,7 @@ def test_a_logger_that_cannot_finish_is_removed_and_only_prints_an_error(monkeyp
 
 
 def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
-    """An empty result.json would make scripts.export_hf fail later. The result of an earlier run is kept."""
+    """An empty result.json would make scripts.export_hf fail later, so an earlier result.json is kept."""
 
     def half(path, text):
         path.write_bytes(b"")
@@ -130,7 +130,7 @@ def test_runs_in_one_folder_keep_the_metrics_of_earlier_runs(tmp_path, capsys):
 def test_a_traceback_is_shown_if_an_error_after_the_first_step_does_not_explain_itself(
     restored, trained, error, shown, capsys
 ):
-    """If `trained` is None, the error comes before training starts. The checkpoint's step is already restored."""
+    """If `trained` is None, the error comes after the checkpoint's step is restored, but before training starts."""
     record, trainer = Record(), SimpleNamespace(global_step=0, is_global_zero=False, loggers=[])
     record.on_fit_start(trainer, None)
     trainer.global_step = restored

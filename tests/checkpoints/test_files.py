@@ -93,7 +93,7 @@ def test_a_damaged_or_foreign_file_is_one_line(damage, file):
     ("name", "damage"),
     [
         *((name, damage) for name in ("__0_0.distcp", "meta.pt") for damage in ("one-bit", "cut", "empty", "text")),
-        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # the next test changes bits of .metadata
+        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # one-bit damage is tested in the next test
     ],
 )
 def test_a_damaged_folder_is_one_line(name, damage, folder):
@@ -165,7 +165,7 @@ def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
 
 
 class Attribute:
-    """An object whose pickle contains a call of getattr, which returns torch.Size.numel."""
+    """An object that is pickled as the call getattr(torch.Size, "numel")."""
 
     def __reduce__(self):
         return getattr, (torch.Size, "numel")
@@ -312,7 +312,7 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path, capsys):
         path = shutil.copy(whole, folder / f"step_000000{step}.ckpt")
         DAMAGE[damage](Path(path))
         os.utime(path, (2**31 + step, 2**31 + step))
-    shutil.copy(whole, folder / "step_0000006.ckpt.partial")  # an unfinished save is not mentioned
+    shutil.copy(whole, folder / "step_0000006.ckpt.partial")  # no error mentions an unfinished save
     assert checkpoint_path("last", tmp_path) == str(whole)
     said = capsys.readouterr().out.splitlines()
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]

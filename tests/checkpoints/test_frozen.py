@@ -1,4 +1,7 @@
-"""Tests the checkpoints of models with frozen weights. Checkpoints leave out only the base model of an adapter."""
+"""Tests the checkpoints of models with frozen weights.
+
+A checkpoint leaves out frozen weights only if they are the base model of an adapter.
+"""
 
 import pytest
 import torch

@@ -186,7 +186,7 @@ class Fails(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3:
-            Path(trainer.default_root_dir, "result.json").mkdir()  # keeps the run from writing this file
+            Path(trainer.default_root_dir, "result.json").mkdir()  # this folder keeps the run from writing result.json
             raise RuntimeError("the first error")
 
 
@@ -360,7 +360,7 @@ def test_another_learning_rate_is_said(trained, tmp_path, capsys):
     start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000001.ckpt"
     for number, (change, line) in enumerate(
         (
-            ("max_steps=2", None),  # the settings of the checkpoint's run
+            ("max_steps=2", None),  # the same settings as in the checkpoint's run
             ("optimizer.lr=3.02e-3", None),
             ("optimizer.lr=1e-2", "the learning rate continues at 0.01; the checkpoint's was 0.003"),
             ("scheduler.warmup_steps=20", "the learning rate continues at 0.0003; the checkpoint's was 0.003"),

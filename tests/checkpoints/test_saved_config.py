@@ -36,7 +36,7 @@ def test_other_functions_of_ours_are_refused(config):
 
 
 def test_an_escaped_interpolation_is_refused():
-    """Hydra would resolve the text, and build the config that oc.create returns."""
+    """Hydra would resolve the text to a config with the target torch.load, and would call torch.load."""
     config = OmegaConf.create(
         {"_target_": "fa_train.models.gpt.GPT", "attention": r"\${oc.create:{_target_:torch.load,f:x}}"}
     )

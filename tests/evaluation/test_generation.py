@@ -142,7 +142,7 @@ def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path, capsys):
     held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
     assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
     pairs = [{"prompt": prompt, "completion": "b"} for prompt in ("z", "a")]
-    # no row of this file is held out
+    # none of the few rows of this file is held out for validation
     few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question, {"text": "no chat"}])
     assert sampled_chat(str(few)) == ([ask("a")], None)
     assert not capsys.readouterr().out, "only the packing report says that rows are skipped"

@@ -122,9 +122,8 @@ def _require_isolation(
 ) -> None:
     """Requires that NaN in the fourth document changes the results of other documents by no more than rounding errors.
 
-    A document without NaN can share a tile with the fourth document. Repair kernels then recompute the results of this
-    document too. The results change by rounding errors, because repair kernels round differently from the forward and
-    backward kernels.
+    Repair kernels also recompute the results of documents that share a tile with the fourth document. The recomputed
+    results change by rounding errors, because repair kernels round differently from the forward and backward kernels.
     """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)

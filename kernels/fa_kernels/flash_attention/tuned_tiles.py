@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes dk and dv from the same scores
+Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes the scores once and uses them for dk and dv
 
 VARIABLE = "FLASH_ATTENTION_TILES"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # the head dimensions in the table of tiles.py
@@ -46,7 +46,7 @@ def file_to_read(gpu: str) -> str:
 
 
 def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
-    """Writes tile sizes for the GPU that torch.cuda.get_device_name calls `gpu`. Replaces an older file."""
+    """Writes tile sizes for the GPU with the name `gpu` (see torch.cuda.get_device_name). Replaces an older file."""
     entries = [
         {"head_dim": head_dim, "pass": direction, "itemsize": itemsize, **dict(zip(SIZES, sizes, strict=True))}
         for (head_dim, direction, itemsize), sizes in sorted(tiles.items())

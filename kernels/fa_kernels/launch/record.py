@@ -1,7 +1,7 @@
 """Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
 Repeating the recorded launches takes much less host time than a normal call. In a normal call, the host chooses kernels
-and tiles, and Triton finds the compiled kernel from about 30 arguments. The kernels and tiles depend only on shapes,
+and tiles, and Triton uses about 30 arguments to find the compiled kernel. The kernels and tiles depend only on shapes,
 strides, dtypes and options, which form the call's key. Calls with the same key differ only in tensor addresses.
 
 `recorded` decorates a function. When a key occurs for the second time, the call runs under a recorder. The recorder
@@ -11,10 +11,10 @@ addresses and call the launchers of the compiled kernels directly.
 
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call runs normally if its tensors are not on the
-current GPU, or if an address is not a multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because
-graphs need their own work counters. A call cannot be recorded if it runs a torch operator other than torch.empty or a
-view, or if an address belongs to no known tensor. If recording fails, later calls with the same key run normally. Keys
-do not contain module globals such as tile tables: call `forget()` after changing one of them.
+current GPU, or if an address is not a multiple of 16 bytes. Calls run normally during the capture of a CUDA graph,
+because each graph needs its own work-queue counters. A call cannot be recorded if it runs a torch operator other than
+torch.empty or a view, or if an address belongs to no known tensor. If recording fails, later calls with the same key
+run normally. Keys do not contain module globals such as tile tables, so call `forget()` after changing such a global.
 """
 
 import logging
@@ -46,10 +46,10 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
-MAX_KEYS = 512  # maximum number of keys in `_KEYS`; a further key clears `_KEYS`, because many keys may be obsolete
+MAX_KEYS = 512  # maximum number of keys in `_KEYS`; one more key removes all older keys, because many may be obsolete
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
-ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
+ALIGNMENT = 16  # bytes; Triton compiles different code for addresses that are not a multiple of 16
 # Temporary tensors up to this size share one allocation, as an allocation costs at least 1.4 us of host time. Kernels
 # that use a temporary tensor of more than 16 MiB run for longer than the host needs to allocate the tensor.
 SHARED_BYTES = 2**24
@@ -144,7 +144,7 @@ def _repeat_or_run(
         if len(_KEYS) >= MAX_KEYS:
             forget()
         _KEYS[key] = _Known.SEEN_ONCE
-    outputs = function(*arguments)  # if recording failed due to an error of `function`, this line raises the error
+    outputs = function(*arguments)  # if `function` raised an error while it was recorded, it raises the error again
     if failure is not None:
         _KEYS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -184,7 +184,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 
 
 def lasting(x: Tensor) -> Tensor:
-    """Returns x. If a call is being recorded, repeats of the call use x itself, not a new tensor.
+    """Returns x. While a call is recorded, `lasting` makes later calls use x itself, not a new tensor.
 
     Use `lasting` for tensors that are neither inputs nor new, such as the counter of a work queue.
     """
@@ -246,7 +246,7 @@ class _Map:
     """A TMA descriptor whose address is filled in when the launch is repeated."""
 
     place: int  # index of the tensor's address in the list of addresses
-    offset: int  # bytes from the start of the tensor; above 0 for the second column block of a head
+    offset: int  # bytes from the start of the tensor; above 0 in a descriptor of the second column block of a head
     descriptor: TensorDescriptor
     encoding: Any  # Triton's encoding metadata for this argument of the kernel
 
@@ -324,7 +324,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.n_inputs = len(inputs)
         self.clear = True
         self.allocations: list[Callable[[], Tensor]] = []
-        self.temporary: list[int] = []  # indices of allocations that may be temporary tensors, not outputs
+        self.temporary: list[int] = []  # indices in self.allocations of tensors from torch.empty; some may be outputs
         self.constants: list[Any] = []
         self.maps: list[_Map] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
@@ -344,7 +344,7 @@ class _Recorder(torch_private.TorchDispatchMode):
             self.temporary.append(len(self.allocations))
             self.add(result, _allocation(result))
         elif not func.is_view:
-            self.clear = False  # `_Recording.play` would not run the operator `func`
+            self.clear = False  # a recording repeats only allocations and launches, so it cannot repeat `func`
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
@@ -376,7 +376,7 @@ class _Recorder(torch_private.TorchDispatchMode):
 
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """Returns the recording of the call that returned `outputs`, or `UNCLEAR` if the call cannot be repeated."""
-        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # no None here: only inputs can be None
+        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # x is never None: only inputs can be None
         # Tensors are compared by address, not by identity, because an output may be a view of an allocated tensor.
         # Under a dispatch mode, even torch.empty returns a view.
         chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
@@ -411,7 +411,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        Each launch picks its arguments from one list: first constants, then addresses, then TMA descriptors.
+        Each launch picks its arguments from a list of the constants, then the addresses, then the TMA descriptors.
         """
         n_constants = len(self.constants)
 
@@ -439,7 +439,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         if isinstance(x, TensorDescriptor):
             encoding = next(encodings, None)
             if encoding is None:
-                raise _Unclear  # the kernel does not use this descriptor with TMA
+                raise _Unclear  # the compiled kernel has no encoding metadata for the TMA descriptor x
             self.maps.append(_Map(*self._place(x.base.data_ptr()), x, encoding))
             return [("map", len(self.maps) - 1), *(self._constant(size) for size in (*x.shape, *x.strides))]
         if any(hasattr(y, "data_ptr") for y in (x if isinstance(x, (list, tuple)) else [x])):
@@ -454,9 +454,9 @@ class _Recorder(torch_private.TorchDispatchMode):
         """Returns the index of the tensor whose first row contains `address`, and the offset in the row in bytes.
 
         The function looks for `address` only in the first row of each tensor, because the address ranges of whole
-        tensors can overlap. For example, q, k and v can be views of one projection. If several tensors start at the
-        same address, `same` records that their addresses must also be equal in repeated calls.
-        Raises: _Unclear if no tensor's first row contains `address`, or two first rows contain it at different offsets.
+        tensors can overlap. For example, q, k and v can be views of one tensor. If several tensors start at the same
+        address, `same` records that their addresses must also be equal in repeated calls.
+        Raises: _Unclear if no tensor's first row contains `address`, or if several first rows do at different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):
@@ -478,13 +478,13 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Places slices in one allocation. Returns the slices' offsets and the size of the allocation, all in bytes."""
+    """Returns the offsets of slices that share one allocation, and the size of the allocation, all in bytes."""
     *starts, end = accumulate((-(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for size in sizes), initial=0)
     return starts, end
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that maps a sequence to a tuple of the sequence's values at the indices `places`.
+    """Returns a function that takes a sequence and returns a tuple of its elements at the indices `places`.
 
     For a single index, operator.itemgetter would return the value itself, not a tuple.
     """
@@ -494,7 +494,7 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _holds(x: Tensor, y: Tensor) -> bool:
-    """Returns whether x and y are contiguous tensors over the same memory. Their shapes may differ."""
+    """Returns whether x and y are contiguous tensors over the same memory, possibly with different shapes."""
     if x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
         return False
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()

@@ -58,7 +58,7 @@ class FreezeOnFitStart(Callback):
 class UnfreezeAfterStepTwo(Callback):
     """Freezes the embedding before training, and unfreezes it before step 3.
 
-    updated: whether the optimizer then updates the embedding.
+    updated: whether the optimizer updates the embedding after step 2.
     """
 
     def __init__(self, updated: bool = True) -> None:

@@ -201,7 +201,7 @@ def test_one_document_validates_on_its_end(tmp_path):
 
 @pytest.mark.parametrize(("n_tokens", "held_out"), [(99, 0), (100, 2)])
 def test_one_token_is_not_held_out_because_it_has_no_label(n_tokens, held_out, tmp_path):
-    (tmp_path / "a.txt").write_text("x" * (n_tokens - 2))  # the tokenizer adds two tokens
+    (tmp_path / "a.txt").write_text("x" * (n_tokens - 2))  # the tokenizer adds bos and eos
     path = prepare(TextCorpus(str(tmp_path / "a.txt"), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
     train, val = (Documents(path, held_out=held_out, vocab_size=259) for held_out in (False, True))
     assert val.lengths.sum() == held_out and train.lengths.sum() == n_tokens - held_out

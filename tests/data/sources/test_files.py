@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
 
 
 def deny(monkeypatch, owner, name, denied):
-    """Makes a function fail for one path. File permissions would not do, because root can read all files."""
+    """Makes a function fail for one path. Changing permissions would not help, because root can read all files."""
     real = getattr(owner, name)
 
     def denying(path, *args, **options):
@@ -221,7 +221,7 @@ def test_a_csv_file_is_searched_for_invalid_bytes_only_after_an_error(tmp_path, 
 
 
 def test_a_line_end_in_a_value_is_kept_at_the_end_of_a_block(tmp_path, monkeypatch):
-    """Arrow reads .csv files in blocks. With one of these block sizes, a block ends between \\r and \\n."""
+    """Arrow reads .csv files in blocks. With one of the tested block sizes, a block ends between \\r and \\n."""
     path, value = tmp_path / "a.csv", "one\r\ntwo\r"
     path.write_bytes(b"text\r\n" + f'"{value}"\r\n'.encode() * 3)
     for size in range(20, 40):
@@ -298,7 +298,7 @@ def test_json_that_python_cannot_read_is_named(tmp_path, value):
 
 def test_a_chat_that_is_nested_deeply_is_named(tmp_path, request):
     request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
-    sys.setrecursionlimit(1000)  # the default; libraries that earlier tests import may set a higher limit
+    sys.setrecursionlimit(1000)  # Python's default; libraries that earlier tests imported may have raised the limit
     # the json module can read 700 nested lists, but a Python function that recurses into them exceeds the limit
     nested = "[" * 700 + "]" * 700
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "completion": "b", "extra": {nested}}}\n')

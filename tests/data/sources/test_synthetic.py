@@ -58,7 +58,7 @@ def test_an_epoch_has_enough_tokens_and_documents(document_len, sigma, monkeypat
 
 
 def test_the_first_lengths_may_be_too_short(monkeypatch):
-    """If an epoch has few documents, the first drawn lengths often have fewer tokens in total than the epoch needs."""
+    """If an epoch has few documents, the lengths that are drawn first often add up to too few tokens."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     for document_len in range(2**11, 2**14, 2**10):
         for held_out in (False, True):

@@ -18,8 +18,8 @@ WITH_BLOCKS = (
     TOOLS + HEAD + "{% if message.role == 'assistant' %}{% generation %}" + BODY + "{% endgeneration %}"
     "{% else %}" + BODY + "{% endif %}" + TAIL
 )  # fmt: skip
-# A chat template without special tokens: "user: hi\nassistant: ho\n". A token can consist of the end of a word, spaces
-# and newlines.
+# A chat template without special tokens: "user: hi\nassistant: ho\n". A single token can contain the end of a word,
+# spaces and newlines.
 PLAIN = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Loss masks stay aligned with tokens in the cache and after both kinds of packing."""
+"""Loss masks stay aligned with tokens in the cache, after best-fit packing and after concatenation."""
 
 from types import SimpleNamespace
 

@@ -63,7 +63,7 @@ def test_any_number_of_processes_writes_the_same_bytes_of_texts(corpus, tmp_path
 
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes_of_chats(tmp_path, monkeypatch):
-    """The workers are spawned as in a run, because the tokenizer has threads."""
+    """The workers are spawned and not forked, because the tokenizer has threads."""
     monkeypatch.setattr(module, "SHARD", 3)
     chats = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", many_chats(8))))
     encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))
@@ -219,7 +219,7 @@ def test_a_plan_for_a_read_only_cache_stays_in_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reader", ["json.loads", "pyarrow.memory_map", "numpy.load"])
 def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, monkeypatch, reader):
-    """Otherwise, the error would recommend to delete tokens that another user has prepared."""
+    """The error about a damaged file recommends to delete the tokens, which another user may have prepared."""
 
     def refuse(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -234,7 +234,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, mon
 
 @pytest.mark.parametrize("workers", [1, *slow(2)])
 def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, request):
-    if workers > 1:  # one worker needs no server
+    if workers > 1:  # one worker needs no fork server
         request.getfixturevalue("forked_workers")
     monkeypatch.setattr(module, "SHARD", 3)
     bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}
@@ -246,7 +246,7 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, re
 
 
 class Held:
-    """A lock that another process holds. A call that waits gets the lock at once."""
+    """A fake lock that another process seems to hold. acquire() succeeds at once, and acquire(blocking=False) fails."""
 
     def __init__(self, file):
         self.file = str(file)
@@ -312,7 +312,7 @@ def test_a_killed_worker_is_one_clear_error_and_finished_shards_are_kept(corpus,
 
 
 class Interrupted(TextEncoder):
-    """In the second shard, Ctrl-C reaches the worker process, and a document is invalid. All other shards take long."""
+    """In the second shard, the worker process gets Ctrl-C and raises an error. Any other shard takes ten minutes."""
 
     def encode_batch(self, documents):
         if "line 3" not in documents:

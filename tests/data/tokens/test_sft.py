@@ -184,7 +184,7 @@ def test_a_template_must_not_change_the_text_of_a_block(tmp_path):
 
 
 def test_an_answer_of_one_word_has_a_label_if_the_generation_prompt_ends_with_a_space(tmp_path):
-    """The first token of the answer is " sunny", and its space belongs to the prompt. transformers labels it too."""
+    """The first token of the answer is " sunny", and its space is in the prompt. transformers labels this token too."""
     chat_encoder, row = encoder(tmp_path, PLAIN), {"prompt": "the", "completion": "sunny"}
     encoded, hf = encode(chat_encoder, row), chat_encoder.tokenizer.hf
     assert runs(chat_encoder, encoded) == [" sunny\n"]
@@ -256,7 +256,7 @@ def test_a_token_across_the_start_of_an_answer_is_trained_on():
     assert overlaps_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
     assert overlaps_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # Some tokenizers insert a space that is not in the text. In the next case, the second token is such a space.
+    # Some tokenizers insert a space that is not in the text. In the next case, the second token is an inserted space.
     assert overlaps_spans(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, True, True]
     # in the next case, two tokens share one character
     assert overlaps_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]

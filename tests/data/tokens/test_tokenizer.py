@@ -1,4 +1,4 @@
-"""Tokenizers that produce different ids have different identities. The code of a tokenizer is never run."""
+"""Tokenizers that produce different token ids have different identities. The code of a tokenizer is never run."""
 
 import json
 from pathlib import Path
