@@ -66,7 +66,7 @@ def set_environment() -> None:
 
 
 def is_raised_by_hydra(error: OSError) -> bool:
-    """Returns whether Hydra's own code raised an error about a file, and not the code of a run."""
+    """Returns True if Hydra's own code, and not the code of a run, raised this error about a file."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     # from Python 3.13 on, pathlib is a folder
     files = [file for file in files if "pathlib" not in (file.stem, file.parent.name)]

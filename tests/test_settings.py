@@ -133,7 +133,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             values = wrong_values(hint)
             for number, value in enumerate(values):
                 with pytest.raises(ValueError) as raised:
-                    if number == 0 and f"${{{key}}}" in str(raw):  # other keys copy this key, so they are wrong too
+                    if number == 0 and f"${{{key}}}" in str(raw):  # keys that copy this key get the wrong value, too
                         wrong, came = overridden(cfg, key, value)
                         run_config.check(wrong)
                     else:

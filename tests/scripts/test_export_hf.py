@@ -40,7 +40,7 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """Runs train.py for three steps on the command line, because only then is the folder .hydra written."""
+    """Runs train.py on the command line for three steps, because other runs do not write the folder .hydra."""
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr
     [checkpoint] = folder.rglob("*.ckpt")

@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the report in a file, or None if the file is missing or was written with another `key()`."""
+    """Returns the report in a file, or None if the file is missing or its key differs from `key()`."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
@@ -97,7 +97,7 @@ def write(file: Path, report: dict[str, Any]) -> None:
 
 @functools.cache
 def fresh_reports(module: str) -> Reports:
-    """Returns the recorded reports of `module` that belong to the present sources, for this Triton version."""
+    """Returns the recorded reports of `module` for this Triton version and the current source code."""
     known = recorded().get(module, {})
     hashes = source_hashes().get(module, {}) if known else {}
     stale = [case for case, report in known.items() if report["source"] != hashes[case]]
@@ -126,7 +126,7 @@ def recorded() -> dict[str, Reports]:
 
 @functools.cache
 def source_hashes() -> dict[str, dict[str, str]]:
-    """Returns the hash of the present source of each recorded case, by module."""
+    """Returns {module: {case: hash of the case's current source code}} for all recorded cases."""
     file = CACHE / triton.__version__ / "sources.json"
     kept = read(file)
     if kept is None:
