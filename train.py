@@ -54,7 +54,7 @@ def optimized(result: dict[str, float], metric: str) -> float:
 def set_environment() -> None:
     """Sets environment variables that Hydra, torch and Triton read.
 
-    Variables of torch and Triton that the user has set do not change.
+    If the user has already set a variable of torch or Triton, the variable keeps its value.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     if "PYTORCH_ALLOC_CONF" not in os.environ:

@@ -1,4 +1,4 @@
-"""A config key that copies another key must have the same value. Unsupported settings and callbacks of Lightning are
+"""A config key that copies another key must have that key's value. Unsupported settings and callbacks of Lightning are
 refused.
 """
 

@@ -54,7 +54,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # Hydra calls the class or function `_t
 def is_own(raw: Any, key: str) -> bool:
     """Returns True if the key has its own value, and False if the key copies another key by an interpolation.
 
-    If the value of a node is an interpolation of another node, every key in the node copies a key of the other node.
+    If a node is an interpolation such as ${other}, every key in the node copies a key of `other`.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:

@@ -149,7 +149,7 @@ def test_an_export_does_not_replace_the_base_model(finetuned, tmp_path):
 
 
 def test_settings_that_changed_after_the_training_are_refused(finetuned, tmp_path):
-    """A full fine-tuning reads only config.json of its base, so no hash of the base is compared."""
+    """Exporting a full fine-tuning reads only the base model's config.json, so it compares no hash of that model."""
     base = shutil.copytree(finetuned.parents[4] / "base", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 500.0

@@ -128,7 +128,7 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
                 with suppress(OSError):  # listdir's own descriptor is in the list, but already closed
                     os.close(int(name))
         try:
-            GlobalHydra.instance().clear()  # Hydra may be initialised here, but is not initialised in a new interpreter
+            GlobalHydra.instance().clear()  # Hydra may be initialised in this process, unlike in a new interpreter
             exec(arguments[-1])
         finally:
             os._exit(0)  # the SystemExit that ends the fork server must not reach the program's own code

@@ -136,7 +136,7 @@ def source_hashes() -> dict[str, dict[str, str]]:
 
 
 def hashes_of(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """Returns the hashes of the sources of cases, for each module."""
+    """Returns {module: {case: hash of the case's source code}} for the given cases."""
     names = [f"{module.rpartition('.')[2]}:{case}" for module, some in cases.items() for case in some]
     found = compile_in_processes("tests.kernels.aot.sources", names)
     return {
@@ -166,8 +166,8 @@ def record() -> Path:
 def recorded_key() -> str:
     """Returns a hash of the modules that make reports. Comments and docstrings do not change the hash.
 
-    The hash is the same on every machine. The hash does not depend on Triton's version, because each version has a file
-    of recorded reports.
+    The hash is the same on every machine. The hash does not depend on Triton's version, because the reports of each
+    Triton version are in a separate file.
     """
     modules = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
     code = [(path.name, code_of(path.read_text())) for path in modules]

@@ -70,7 +70,7 @@ def collect(value, found):
 def add(place, used, found):
     """Adds the code of a function or class of fa_kernels, or the value of a constant, to the dictionary `found`.
 
-    used: the function, class or constant. place: a string that names the code that uses `used`, and then `used` itself.
+    used: the function, class or constant. place: a string with two names: the code that uses `used`, and `used` itself.
     """
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):

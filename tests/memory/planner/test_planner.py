@@ -189,8 +189,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
-    # With fewer tokens or a larger vocabulary, the peak would be where autograd adds the two gradients of the tied
-    # embedding. The simulation of this addition is wrong, because autograd does not add fake tensors in place.
+    # With fewer tokens or a larger vocabulary, the peak would occur while autograd adds the tied embedding's gradients.
+    # The simulation of this addition is wrong, because autograd does not add fake tensors in place.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},

@@ -24,7 +24,7 @@ DYNAMIC = [
 
 
 def run(one):
-    """Runs a call and returns those outputs that are bitwise equal in every run: o and lse, or the gradients.
+    """Runs a call and returns the outputs that are bitwise equal in every run: o and lse, or the gradients.
 
     If a call is not deterministic, the bits of dq depend on the order of the additions.
     """
