@@ -1,5 +1,4 @@
-"""Tests scripts/bench/peers.py: our model equals the peer, layers compile, LoRA works, and SDPA uses the right kernel.
-"""
+"""Tests scripts/bench/peers.py: our model equals the peer, layers compile, LoRA works, and SDPA's kernel is chosen."""
 
 from dataclasses import replace
 from functools import partial
