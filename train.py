@@ -54,7 +54,7 @@ def optimized(result: dict[str, float], metric: str) -> float:
 def set_environment() -> None:
     """Sets environment variables that Hydra, torch and Triton read.
 
-    Variables of torch and Triton that the user has set do not change.
+    If the user has already set a variable of torch or Triton, the variable keeps its value.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     if "PYTORCH_ALLOC_CONF" not in os.environ:
@@ -66,7 +66,7 @@ def set_environment() -> None:
 
 
 def is_raised_by_hydra(error: OSError) -> bool:
-    """Returns whether Hydra's own code raised an error about a file, and not the code of a run."""
+    """Returns True if Hydra's own code, and not the code of a run, raised this error about a file."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     # from Python 3.13 on, pathlib is a folder
     files = [file for file in files if "pathlib" not in (file.stem, file.parent.name)]

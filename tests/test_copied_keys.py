@@ -1,4 +1,6 @@
-"""Keys that copy others must have equal values. Unsupported settings and callbacks of Lightning are refused."""
+"""A config key that copies another key must have that key's value. Unsupported settings and callbacks of Lightning are
+refused.
+"""
 
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging

@@ -98,7 +98,7 @@ def test_samples_of_a_resumed_run_name_the_step_of_the_weights(run, tmp_path, ca
 
 
 def test_the_exported_template_is_the_one_of_the_training(tmp_path):
-    (tmp_path / "template.jinja").write_text(PLAIN, encoding="utf-8-sig")  # the byte order mark is no text
+    (tmp_path / "template.jinja").write_text(PLAIN, encoding="utf-8-sig")  # the byte order mark is not template text
     overrides = [f"data.chat_template={tmp_path / 'template.jinja'}", "max_steps=1", "trainer.val_check_interval=1"]
     with composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg:
         training.train(cfg)

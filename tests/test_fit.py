@@ -58,7 +58,7 @@ def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch)
         with pytest.raises(ArithmeticError, match="in a callback"):
             fit(trainer, lit, Batches(), None)
     assert ends.held
-    assert sizes_at_teardown == [(0, 0)]  # numbers of parameter elements and of optimizer states
+    assert sizes_at_teardown == [(0, 0)]  # number of parameter elements, and number of optimizer states
 
 
 def test_ctrl_c_before_training_is_no_status_1(tmp_path):

@@ -1,4 +1,4 @@
-"""Compares the FLOPs of a step with those that torch counts, and tests the peak FLOP/s of known GPUs."""
+"""Compares the FLOPs of a step with the FLOPs that torch counts, and tests the peak FLOP/s of known GPUs."""
 
 import pytest
 import torch

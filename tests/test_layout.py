@@ -64,9 +64,10 @@ def misplaced(path: Path, sources: Sequence[Path]) -> str | None:
 
     A test folder mirrors a source folder. If a module is in a subfolder of the source folder, the module's tests belong
     in the test subfolder of the same name. For example, the tests of fa_train/parallel/context/deal.py belong in
-    tests/parallel/context. In tests/parallel, test_deal.py would be misplaced, because it has the name of this module.
-    test_context.py and test_context_*.py would be misplaced, because they have the name of the subfolder. If a source
-    folder contains x.py, the mirroring test folder is always allowed to contain test_x.py.
+    tests/parallel/context. In tests/parallel, the file test_deal.py would be misplaced, because deal.py is in the
+    subfolder. In tests/parallel, the files test_context.py and test_context_*.py would be misplaced, because they have
+    the name of the subfolder. If a source folder contains x.py, the mirroring test folder is always allowed to contain
+    test_x.py.
     """
     parts = path.parent.parts[1:]
     if NOT_MIRRORED & {*parts} or path.as_posix() in ACROSS:

@@ -117,7 +117,7 @@ def test_a_checkpoint_is_validated_without_training(trained, tmp_path):
 def test_a_checkpoint_is_loaded_without_a_trainer(trained, capsys):
     lit, path = trained
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1, norm_eps=1e-3)
-    other = {"optimizer": adamw_8bit}  # not the checkpoint's optimizer, but no optimizer state is loaded
+    other = {"optimizer": adamw_8bit}  # may differ from the checkpoint's optimizer, as no optimizer state is loaded
     loaded = LitGPT.load_from_checkpoint(path, **arguments(model) | other)
     for name, weight in lit.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name

@@ -30,7 +30,9 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def python(folder: Path, check: str, venv: str) -> str:
-    """Writes a program that stands for Python. It runs `check` if it is called with `-c`, and otherwise `venv`."""
+    """Writes a program that replaces Python. The program runs `check` if its first argument is `-c`, and otherwise runs
+    `venv`.
+    """
     program = folder / "python"
     program.write_text(f"#!/bin/sh\nif [ $1 = -c ]; then {check}; else {venv}; fi\n")
     program.chmod(0o755)

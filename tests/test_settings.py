@@ -54,7 +54,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # Hydra calls the class or function `_t
 def is_own(raw: Any, key: str) -> bool:
     """Returns True if the key has its own value, and False if the key copies another key by an interpolation.
 
-    If the value of a node is an interpolation of another node, every key in the node copies a key of the other node.
+    If a node is an interpolation such as ${other}, every key in the node copies a key of `other`.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -133,7 +133,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             values = wrong_values(hint)
             for number, value in enumerate(values):
                 with pytest.raises(ValueError) as raised:
-                    if number == 0 and f"${{{key}}}" in str(raw):  # other keys copy this key, so they are wrong too
+                    if number == 0 and f"${{{key}}}" in str(raw):  # keys that copy this key get the wrong value, too
                         wrong, came = overridden(cfg, key, value)
                         run_config.check(wrong)
                     else:

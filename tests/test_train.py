@@ -229,7 +229,9 @@ def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):
-    """Runs train.py with two ranks. A server that has done the imports forks both, because imports take seconds."""
+    """Runs train.py with two ranks. The ranks are forked from a server that has already imported the modules, because
+    imports take seconds.
+    """
     processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:
@@ -242,7 +244,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 @pytest.mark.slow
 @needs_ports
 def test_the_number_of_processes_may_change(tmp_path):
-    """The rows and the losses of both resumed runs are those of the first run.
+    """Each of the two resumed runs has the same rows and losses as the first run.
 
     The three validation rows cannot be shared evenly by two processes.
     """

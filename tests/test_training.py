@@ -1,4 +1,4 @@
-"""Tests what fa_train.training gives to the memory planner."""
+"""Tests the values that fa_train.training passes to the memory planner."""
 
 from types import SimpleNamespace
 from typing import Any

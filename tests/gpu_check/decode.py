@@ -11,7 +11,7 @@ from tests.gpu_check.variants import Width
 from tests.kernels.support.attention_check import DEVICE
 from tests.kernels.support.cached_attention import check
 
-CAPACITY = 768  # tokens per sequence in the cache; the `block_n` of every tile size divides this number
+CAPACITY = 768  # tokens per sequence in the cache; a multiple of the `block_n` of every tile size
 
 
 def check_decode(

@@ -12,11 +12,11 @@ from fa_kernels.rows import add_rows, copy_rows
 from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
-ROWS = 130  # with this number of rows, every operation needs several programs
+ROWS = 130  # with this number of rows, every operation runs several Triton programs
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
-    """Checks the RMSNorm of the sum of two tensors, for a residual stream in fp32 and for one in `dtype`.
+    """Checks the RMSNorm of the sum of two tensors, for residual streams in fp32 and in `dtype`.
 
     If the residual stream is fp32, the forward pass stores the sum of the two tensors.
     """
@@ -35,7 +35,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
 
 def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
-    """Checks the rotation of the first four of five heads, and the rotation of q and k in a tensor with q, k and v."""
+    """Checks rotate_heads with four of five heads, and rotate_qkv with joined q, k and v."""
     angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
 
@@ -79,7 +79,7 @@ def check_glu(dtype: torch.dtype, ffn_dim: int, unit: str) -> None:
 
 
 def check_nf4(dtype: torch.dtype, n_scales: int, scales_per_factor: int) -> None:
-    """Checks each element against the format's definition in fp64. Each scale applies to 64 elements."""
+    """Checks each dequantized element against table[code] * scale in fp64. Each scale applies to 64 elements."""
     codes = torch.randint(256, (32 * n_scales,), device=DEVICE).byte()
     scalers = torch.randint(-128, 128, (n_scales,), device=DEVICE).to(torch.int8)
     factors = (1000 + torch.rand(n_scales // scales_per_factor, device=DEVICE)).to(dtype)

@@ -1,4 +1,4 @@
-"""Compares a schedule that the GPU kernel builds with the tensors that torch operators compute."""
+"""Checks that the GPU kernel and torch operators build the same attention schedule."""
 
 import torch
 

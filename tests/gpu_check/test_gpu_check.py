@@ -1,4 +1,4 @@
-"""`make gpu-check` covers all tile sizes, finds wrong kernels, accepts right ones, and goes on after a process dies."""
+"""`make gpu-check` covers all tile sizes, finds wrong kernels, accepts right kernels, and goes on if a process dies."""
 
 import os
 from functools import partial

@@ -25,7 +25,7 @@ from scripts.bench.training_case import Device, StepTimes, measure, training_con
 
 STEPS = 3
 LARGEST_LOSS_ERROR = 0.02  # nats per label
-LARGEST_GRADIENT_ERROR = 0.06  # norm of the difference divided by the norm; bf16 gives about 0.01
+LARGEST_GRADIENT_ERROR = 0.06  # norm of the difference divided by the gradient's norm; bf16 gives about 0.01
 PLAIN = {
     "attention": "naive",
     "trainer.precision": "32-true",
@@ -59,7 +59,7 @@ class FirstGradients(Callback):
 
 
 def small(number: int) -> tuple[int, dict[str, str]]:
-    """Returns a configuration of random_plans, with a smaller model and shorter rows: seq_len and overrides."""
+    """Returns seq_len and the overrides of a configuration of random_plans, with a smaller model and shorter rows."""
     _, overrides = overrides_of(number)
     settings = dict(override.split("=", 1) for override in overrides)
     draw = random.Random(f"small {number}")
@@ -99,7 +99,7 @@ def train(seq_len: int, settings: dict[str, str], device: Device) -> Trained:
 
 
 def difference(found: Trained, expected: Trained) -> tuple[str, bool]:
-    """Describes the difference of two runs, and says whether it is larger than rounding explains."""
+    """Returns a description of the differences between two runs, and True if rounding cannot explain them."""
     of_losses = [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
     of_loss = math.nan if any(map(math.isnan, of_losses)) else max(of_losses)
     errors = {

@@ -34,7 +34,7 @@ SHARED_SIZES = (
     163 * 1024,  # A100
     227 * 1024,  # H100 and B200
 )
-DECODE_ROWS = (1, 17, 64, 300)  # tested numbers of queries per KV head; decoding chooses tile heights by this number
+DECODE_ROWS = (1, 17, 64, 300)  # tested numbers of queries per KV head, which determine the tile heights of decoding
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
@@ -46,10 +46,10 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields a dictionary {pass: tile sizes} for each call to check.
 
-    Together, the calls cover all tile sizes that `device` can run, except those that attention chooses on `device`.
-    `width` holds the head_dim of q and k, and the head_dim of v. If one of these two head_dims fills only a part of a
-    tile's columns, the function yields nothing. For a partly filled tile, the kernel's code differs from the code for a
-    full tile only by a mask.
+    Together, the calls cover all tile sizes that `device` can run, except the tile sizes that own_tiles() returns.
+    `width` holds the head_dim of q and k, and the head_dim of v. The function yields nothing if one of the two
+    head_dims fills only a part of a tile's columns. A kernel for partly filled columns differs from the kernel for full
+    columns only by a mask.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -96,12 +96,12 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns pairs: a number of queries per KV head, and the tile sizes that `device` uses for this number."""
+    """Returns pairs (number of queries per KV head, tile sizes that `device` uses for decoding)."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns tile sizes that only other GPUs use for decoding, as pairs (queries per KV head, tile sizes)."""
+    """Returns pairs (number of queries per KV head, tile sizes that only other GPUs use for decoding)."""
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []

@@ -22,7 +22,7 @@ LIMIT = 300  # time limit of a case in seconds, including compilation
 @dataclass(frozen=True)
 class Result:
     case: Case
-    error: str  # empty if the case passed
+    error: str  # error message, or "" if the case passed
     kernels: frozenset[str]  # names of the kernels that the case compiled or loaded
 
 
@@ -70,7 +70,7 @@ class _Worker:
         self.pipe.send(case)
 
     def result(self) -> tuple[Result, bool]:
-        """Returns the result of the case, and whether the process can run another case."""
+        """Returns the result of the case, and True if the process can run another case."""
         assert self.case is not None
         try:
             error, kernels, alive = self.pipe.recv()

@@ -1,4 +1,4 @@
-"""Tests that transformers refuses fa_train for model classes that do not support flash attention, and only for them."""
+"""Tests that transformers refuses fa_train for exactly those model classes that do not support flash attention."""
 
 import copy
 import re
@@ -64,7 +64,7 @@ def test_a_sub_model_that_supports_fa_train_can_use_it_alone():
     other[0, -1] = 64 - other[0, -1]
     with torch.no_grad():
         ours = model(ids).logits
-        torch.testing.assert_close(model(other).logits[:, :-1], ours[:, :-1])  # causal: earlier logits do not change
+        torch.testing.assert_close(model(other).logits[:, :-1], ours[:, :-1])  # earlier logits ignore the last token
         model.set_attn_implementation("eager")
         torch.testing.assert_close(ours, model(ids).logits)
 

@@ -18,7 +18,7 @@ MODELS = [
         "llama-three-to-one", SIZES | {"hidden_size": 384, "num_attention_heads": 6, "head_dim": 64}, id="llama"
     ),
     pytest.param("gemma2-soft-cap", SIZES | {"head_dim": 128, "sliding_window": 100}, id="gemma2"),
-    # one expert, because in bf16 the compared models could choose different experts
+    # only one expert, because bf16 rounding could make the two compared models choose different experts
     pytest.param(
         "gpt_oss-sinks", SIZES | {"head_dim": 64, "sliding_window": 128, "num_local_experts": 1}, id="gpt_oss"
     ),

@@ -30,7 +30,7 @@ def _registered() -> None:
 
 
 def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
-    """Asserts that errors are at most twice as large as the errors of eager attention. Both attentions compute in fp32.
+    """Asserts that our fp32 errors are at most twice as large as the fp32 errors of eager attention.
 
     `exact` names the attention that computes the fp64 result.
     """
@@ -136,7 +136,7 @@ def test_an_encoder_and_cross_attention_see_no_padding():
 
 @pytest.mark.parametrize("mask", [torch.ones_like(LEFT), LEFT, HOLES.repeat(1, 2)], ids=["all", "left", "holes"])
 def test_the_mask_decides_about_causality(mask):
-    """The layers of both models say that they are bidirectional, but transformers asks for a causal mask."""
+    """Aimv2's attention layers say that they are bidirectional, but transformers asks for a causal mask."""
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     config = transformers.Aimv2TextConfig(**sizes, num_hidden_layers=1, max_position_embeddings=32, eos_token_id=2)
     model, ids = transformers.Aimv2TextModel(config).eval(), tokens(*mask.shape)
@@ -223,7 +223,7 @@ def test_generation_with_a_cache_is_that_of_eager_attention(name, mask, cache):
 @pytest.mark.parametrize("mask", [LEFT, HOLES.repeat(1, 2)[:, :-1]], ids=["left", "holes"])
 @torch.no_grad()
 def test_a_window_on_a_cache_of_all_keys_is_that_of_eager_attention(mask):
-    """The cache keeps the keys before the window, because it does not know that the layers have windows."""
+    """This cache keeps all keys, because it does not know that the layers have windows."""
     model, ids = tiny("mistral-window"), tokens(len(mask), mask.shape[1])
     results = []
     for implementation in ("eager", fa.NAME):

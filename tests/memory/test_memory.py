@@ -51,7 +51,7 @@ def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | No
 def test_every_combination_equals_none(attention, checkpointing, offload, mlp_chunk, device):
     batch, none = stream(device), step_without_levers(attention, device)
     model = small_gpt(levers(checkpointing, offload, mlp_chunk), device, attention)
-    for _ in range(2):  # the second step reuses the memory of the first
+    for _ in range(2):  # the second step reuses the memory of the first step
         assert_like_none(step(model, batch), none, mlp_chunk)
 
 

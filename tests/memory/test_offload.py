@@ -98,7 +98,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # The copy of the previous block's input to the device starts when the backward gets the input of a block.
+    # When the backward gets a block's input, it also starts to copy the previous block's input to the device.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 

@@ -25,7 +25,7 @@ class SavesEmptyTensor(torch.autograd.Function):
 
 
 def gradient(run, passes=1):
-    """Returns the gradient of `run`, whose forward pass has the default dtype bf16, as in Lightning with bf16-true."""
+    """Returns the gradient of `run`. The forward pass runs with default dtype bf16, as in Lightning with bf16-true."""
     x = torch.full((2,), 3.0, requires_grad=True)
     with HalfPrecision("bf16-true").forward_context():
         y = run(SavesEmptyTensor.apply, x).sum()

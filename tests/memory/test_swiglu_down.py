@@ -147,7 +147,7 @@ def test_the_ffn_is_compiled_once_for_all_lengths(device, passes):
 def test_keeps_what_autograd_keeps(monkeypatch):
     """A compiled block keeps no rounded copy of its weights.
 
-    tests/memory/planner/test_planner.py has the numbers of kept bytes with other memory levers.
+    tests/memory/planner/test_planner.py checks the kept bytes with other memory levers.
     """
     precision = "bf16-true"
     plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=64, precision=precision)
@@ -230,4 +230,4 @@ def test_the_backward_needs_no_more_memory(device, monkeypatch):
 
     ours = most()
     monkeypatch.setattr(ffn_module, "trains_plainly", lambda linear: False)
-    assert ours <= most() + total * ffn_dim  # the allowed difference is half of the bytes of bf16 activations
+    assert ours <= most() + total * ffn_dim  # the tolerance is half the size of the bf16 activations

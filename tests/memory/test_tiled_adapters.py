@@ -81,7 +81,9 @@ def test_equals_at_once(chunk_size, activation, adapted, bias, in_4_bits, device
 @ACTIVATIONS
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16-weights"])
 def test_bf16_is_as_accurate_as_at_once(autocast, activation, device):
-    """All tensors have one dtype here. In a real run with bf16 weights, fp32 matrices A and B are rounded first."""
+    """All tensors have one dtype here. In a real run with bf16 weights, LoRA's fp32 matrices A and B are first rounded
+    to bf16.
+    """
     drawn = draw(activation, "up and down", device, bias=True)
 
     def result(function, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ def test_gradients_may_have_any_layout(layout, device):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
-    """The backward writes results into the two tensors that it allocates per chunk, `projected` and one gradient."""
+    """The backward writes results into the two tensors that it allocates per chunk: `projected` and one gradient."""
     places = []
 
     def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:

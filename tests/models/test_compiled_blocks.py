@@ -56,9 +56,9 @@ def swiglu_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.mark.parametrize("memory", [ADDS_LATER[0], *slow(*ADDS_LATER[1:], *ADDS_AT_ONCE)], ids=str)
 def test_compiled_blocks_share_one_graph_and_compute_the_same(memory, device, passes, swiglu_passes):
-    """Both norms of a block add, unless the block's input is recomputed or offloaded.
+    """Both norms of a block also add the residual, unless the block's input is recomputed or offloaded.
 
-    Then one tensor of a block's input is kept, and not two.
+    If the input is recomputed or offloaded, a block keeps one input tensor instead of two.
     """
     expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
     assert not passes  # eager mode uses torch's norm, whose memory the planner predicts
@@ -66,7 +66,7 @@ def test_compiled_blocks_share_one_graph_and_compute_the_same(memory, device, pa
     assert_equal(step(model, stream(device)), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert len(passes) == (2 * LAYERS if memory in ADDS_LATER else 0)
-    if memory.mlp_chunk is None:  # a chunked FFN runs the kernel for each chunk, and in eager mode, too
+    if memory.mlp_chunk is None:  # a chunked FFN runs the kernel once per chunk, also in eager mode
         assert len(swiglu_passes) == LAYERS
     if memory.offload is True:
         assert model.offload.pool.allocated == LAYERS - 1

@@ -91,7 +91,7 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """If dW is the gradient of the changed rows, `dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`."""
+    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the adapted rows of a weight."""
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
     linears = dict(adapted(model))

@@ -27,8 +27,7 @@ NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
     """Rounds each element to the nearest of NF4's 16 levels.
 
-    For each block of 64 elements, the levels are multiplied by the largest magnitude in the block, which is not
-    rounded.
+    For each block of 64 elements, the levels are multiplied by the block's largest magnitude, which is not rounded.
     """
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)

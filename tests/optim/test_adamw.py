@@ -124,7 +124,7 @@ def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, 
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
-    """Disables torch.compile. Otherwise, torchao would compile its update for each shape, which takes time."""
+    """Disables torch.compile, because torchao would compile its update for each shape, which takes time."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -288,7 +288,7 @@ def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, m
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", OF_TORCHAO)
 def test_the_first_step_is_that_of_torchao(name):
-    """Later steps differ, because torchao rounds second moments to 0, and rounds bf16 second moments to nearest."""
+    """Later steps differ, because torchao rounds small second moments to 0, and bf16 second moments to nearest."""
     from torchao import optim
 
     make, dtype = LOW_MEMORY[name]

@@ -22,7 +22,7 @@ OPTIMIZERS = sorted(
 )
 OPTIMIZERS.remove(optim.Optimizer)
 OTHER = {"lr": 0.5, "weight_decay": 0.3, "betas": (0.8, 0.9), "dampening": 0.2, "maximize": True, "foreach": False}
-STOPPED, STEPS = 4, 9  # the checkpoint's step, and the steps of a whole run
+STOPPED, STEPS = 4, 9  # step of the checkpoint, and number of steps of a whole run
 
 SCHEDULERS = {
     "StepLR": lambda o, n: lr_scheduler.StepLR(o, n),
@@ -163,7 +163,9 @@ def test_a_setting_that_needs_more_state_is_refused(kind, name, value):
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_of_torch_follows_its_settings(name):
-    """A resumed run has the same learning rates as a whole run with its settings. The checkpoint has other settings."""
+    """A resumed run has the learning rates of a whole run with the resumed run's settings. The checkpoint has other
+    settings.
+    """
     first, whole, resumed = (of(optim.SGD, lr=lr, momentum=0.9) for lr in (0.1, 0.2, 0.2))
     schedules = [SCHEDULERS[name](optimizer, n) for optimizer, n in ((first, 3), (whole, 5), (resumed, 5))]
     rates(first, schedules[0], STOPPED)

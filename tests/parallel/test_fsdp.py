@@ -438,8 +438,8 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
 
 
 def compare_gradients(rank: int) -> None:
-    """The loss on each rank equals that of an unsharded model. The gradients equal the mean of the unsharded model's
-    gradients on the data of the two ranks.
+    """The loss on each rank equals the loss of an unsharded model. The gradients equal the mean of the unsharded
+    model's gradients on the data of the two ranks.
     """
     torch.backends.mkldnn.set_flags(False)  # on some CPUs, oneDNN has no bf16
     mesh = init_device_mesh("cpu", (2,))

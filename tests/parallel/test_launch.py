@@ -167,7 +167,7 @@ def test_a_signal_while_ranks_start_ends_the_run(stop, tmp_path, monkeypatch):
     program = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\ntime.sleep(30)\n"
     (tmp_path / "rank.py").write_text(program)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "rank.py")])
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore what `launch` sets
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore the variable set by `launch`
     with pytest.raises(SystemExit) as end:
         launch(2, [], {})
     assert end.value.code == 128 + stop

@@ -137,7 +137,7 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
 
 
 def test_a_rank_on_a_full_disk_prints_why_it_fails_in_one_line_and_ends_at_once(tmp_path, environment, capsys):
-    """The rank cannot write the reason to its error file either."""
+    """The full disk also prevents the rank from writing the reason to its error file."""
     exits = []
     environment.setattr(os, "_exit", exits.append)
 
@@ -188,7 +188,7 @@ def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
 
     ended: a mock of the object that start_processes returns.
     """
-    environment.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore what `launch` sets
+    environment.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore the variable set by `launch`
     started = Mock(return_value=ended)
     environment.setattr(launch, "start_processes", started)
     launch.launch(3, [], told={})
@@ -198,7 +198,7 @@ def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
 
 @pytest.mark.parametrize("status", [0, -15], ids=["ended", "killed"])
 def test_a_rank_that_calls_sys_exit_explains_the_failures_of_others(status, tmp_path, environment):
-    """Rank 1 calls sys.exit(0). Then rank 1 ends with status 0, or the launcher kills rank 1 first."""
+    """Rank 1 calls sys.exit(0). Rank 1 ends with status 0, or the launcher kills rank 1 before it ends."""
     reports = [LOST, {"kind": "exit", "message": "called sys.exit(0)"}]
     lost, left = (failure(tmp_path, rank, 1, **report) for rank, report in enumerate(reports))
     failed = {0: lost} | ({} if status == 0 else {1: left})

@@ -21,7 +21,7 @@ def one_rank():
 
 
 @needs_ports
-@pytest.mark.parametrize("limit", [1000, 22_000, 29_000])  # bytes; torch raises a RuntimeError for the first two
+@pytest.mark.parametrize("limit", [1000, 22_000, 29_000])  # bytes; torch raises a RuntimeError with 1000 and 22,000
 def test_a_full_disk_is_one_line_wherever_the_write_stops(limit, one_rank, tmp_path):
     state = {"state_dict": {f"weight_{i}": torch.zeros(2000 + 100 * i) for i in range(8)}}
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -36,7 +36,7 @@ def test_a_full_disk_is_one_line_wherever_the_write_stops(limit, one_rank, tmp_p
 
 @pytest.mark.parametrize(("kind", "name"), [(PosixPath, "parent"), (Metadata, "__init__")], ids=["adds", "replaces"])
 def test_metadata_that_changes_a_class_is_refused(kind, name, tmp_path):
-    """With another PosixPath.parent, the program would write and delete files in a folder that the pickle chooses."""
+    """A changed PosixPath.parent would make the program write and delete files in a folder that the pickle chooses."""
     before = dict(vars(kind))
     change = f"c{kind.__module__}\n{kind.__name__}\n(N}}X".encode() + len(name).to_bytes(4, "little") + name.encode()
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + change + b"K\x01stb.")

@@ -1,8 +1,8 @@
 """Two and four processes compute the same losses, gradients and weights as one process, with every strategy and memory
 lever.
 
-By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, the cases cover all pairs of values for any two
-settings. With SHARDING_CASES=all, all combinations run.
+By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, the cases contain every combination of the values
+of any two settings. With SHARDING_CASES=all, all combinations run.
 """
 
 import json
@@ -166,7 +166,7 @@ def test_ranks_generate_what_one_process_does(results):
 
 @pytest.mark.skipif(CHOSEN == "ci", reason="takes seconds: choose SHARDING_CASES=pairwise")
 def test_a_sharded_run_finetunes_samples_and_exports(results):
-    """The first sample is the greedy answer of the checkpoint, and the second is that of the exported model."""
+    """The first sample is the checkpoint's greedy answer, and the second is the exported model's greedy answer."""
     samples = [json.loads(line) for line in (results / "finetuned/samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 2], "rank 0 writes, and no other rank"
     with composed(results / "one", *finetune_overrides(results)) as cfg:

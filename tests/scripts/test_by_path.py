@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.processes import REPOSITORY
 
-# {script: (arguments, a part of the output)}. Some scripts import modules only inside functions. The arguments of such
-# a script must make it run these imports.
+# {script: (arguments, a part of the output)}. If a script imports modules inside functions, its arguments must make the
+# script run these imports.
 SCRIPTS = {
     "ablate_memory": (["--help"], "usage: ablate_memory.py"),
     "export_hf": (["nowhere.ckpt", "out"], "error: nowhere.ckpt does not exist"),

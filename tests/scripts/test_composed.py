@@ -1,4 +1,4 @@
-"""The arguments of scripts that take the overrides of train.py."""
+"""Tests the arguments of scripts that accept the overrides of train.py."""
 
 import pytest
 

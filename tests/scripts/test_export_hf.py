@@ -40,7 +40,7 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """Runs train.py for three steps on the command line, because only then is the folder .hydra written."""
+    """Runs train.py on the command line for three steps, because other runs do not write the folder .hydra."""
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr
     [checkpoint] = folder.rglob("*.ckpt")
@@ -149,7 +149,7 @@ def test_an_export_does_not_replace_the_base_model(finetuned, tmp_path):
 
 
 def test_settings_that_changed_after_the_training_are_refused(finetuned, tmp_path):
-    """A full fine-tuning reads only config.json of its base, so no hash of the base is compared."""
+    """Exporting a full fine-tuning reads only the base model's config.json, so it compares no hash of that model."""
     base = shutil.copytree(finetuned.parents[4] / "base", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 500.0

@@ -28,7 +28,7 @@ from omegaconf.base import Metadata
 
 PYTHON_LOADER = yaml.SafeLoader
 CONF = Path(__file__).parents[2] / "conf"
-# Hydra loads configs from the places in `UNCHANGING`. No test changes a config in these places.
+# No test changes the configs that Hydra loads from the places in `UNCHANGING`.
 UNCHANGING = {f"file://{CONF}", "pkg://hydra.conf", "structured://"}
 create_defaults_list = config_loader_impl.create_defaults_list
 compose = ConfigLoaderImpl._compose_config_from_defaults_list

@@ -1,8 +1,9 @@
 """Prepares the server of tests.support.processes, so that the runs that it forks start quickly.
 
 The server imports this module once. This module imports modules that train.py imports only when needed, so runs need
-not import them again. It composes configs that many tests need, so runs need not compose them again. Finally, it
-excludes all existing objects from garbage collection, so collections in a run do not scan them.
+not import them again. The module also composes configs that many tests need, so runs need not compose these configs
+again. Finally, the module excludes all existing objects from garbage collection, so collections in a run do not scan
+them.
 """
 
 import gc

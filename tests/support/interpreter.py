@@ -34,7 +34,7 @@ def check_overflow(a: tl.tensor, b: tl.tensor, operator: str) -> None:
 
 @contextmanager
 def patched_once_a_launch() -> Iterator[None]:
-    """Inside this context manager, Triton's interpreter patches the language only once per launch.
+    """Inside this context manager, Triton's interpreter patches triton.language only once per launch.
 
     The interpreter patches triton.language and triton.language.core, because functions of triton.language.standard use
     triton.language.core. The NumPy dtypes are cached, because the interpreter would build a dictionary for each

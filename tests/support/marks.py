@@ -1,4 +1,4 @@
-"""Marks single cases of a parametrized test as slow, so that `make test-fast` runs the others."""
+"""Marks single cases of a parametrized test as slow, so that `make test-fast` runs only the other cases."""
 
 from typing import Any
 

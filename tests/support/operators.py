@@ -1,4 +1,4 @@
-"""A trace of the operators that run."""
+"""Records the names of the torch operators that run."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -90,7 +90,7 @@ def finish(
         if process.exitcode is None:
             process.kill()
             assert process.pid is not None
-            with suppress(ProcessLookupError):  # a new process may not have its session yet
+            with suppress(ProcessLookupError):  # a new process may not have started its session yet
                 os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
@@ -128,7 +128,7 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
                 with suppress(OSError):  # listdir's own descriptor is in the list, but already closed
                     os.close(int(name))
         try:
-            GlobalHydra.instance().clear()  # Hydra is not initialised in a new interpreter, but may be in this one
+            GlobalHydra.instance().clear()  # Hydra may be initialised in this process, unlike in a new interpreter
             exec(arguments[-1])
         finally:
             os._exit(0)  # the SystemExit that ends the fork server must not reach the program's own code

@@ -102,7 +102,7 @@ RECORDED = ("+callbacks.rows._target_=tests.support.training.RowRecorder", "+cal
 
 
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
-    """Returns a dictionary from step to the sorted hashes of all ranks' rows. The first step is 0.
+    """Returns a dictionary from step to the sorted hashes of all ranks' rows. Steps are numbered from 0.
 
     The hashes are sorted, because ranks may get the rows in any order.
     """

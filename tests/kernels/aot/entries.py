@@ -16,14 +16,14 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES
 from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes, hashes_of
 
-GPUS = ("sm80", "sm89", "sm100", "sm120")  # sm90 is left out, because `make gpu-check` runs its kernels on an H100
+GPUS = ("sm80", "sm89", "sm100", "sm120")  # sm90 is left out, because `make gpu-check` runs the sm90 kernels on an H100
 BATCH = 8 * (os.cpu_count() or 1)  # number of cases that are compiled between two writes of the record file
 
 
 def all_cases() -> list[str]:
     """Returns the cases of every entry of the tile table.
 
-    Each entry has a case for one document, and for 2-byte dtypes a second case for several documents.
+    Each entry has a case for one document. Each entry for 2-byte dtypes also has a case for several documents.
     """
     cases = []
     for gpu in GPUS:

@@ -1,8 +1,8 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON.
 
-The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A suffix of head_dim selects
-another kernel, for example the suffix `dkdv` in fp16-128dkdv-1-1-0. The suffix `ordered` means the kernel that sums dQ
-in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. For head_dim 256, only the
+The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. head_dim can have a suffix that
+selects another kernel, for example `dkdv` in fp16-128dkdv-1-1-0. The suffix `ordered` means the kernel that sums dQ in
+a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. For head_dim 256, only the
 two kernels of the two-pass backward exist.
 """
 

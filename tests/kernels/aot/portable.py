@@ -1,10 +1,10 @@
 """Compiles the portable kernels without a GPU and prints the report of ptxas as JSON.
 
 The name of a case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte
-means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89
-and sm120 use the table of sm80. The kernels are for one document, without sinks, ALiBi or fp8 scales. `contain_fwd` is
-the forward kernel for several documents, which isolates NaN. `repair_fwd` is the kernel that recomputes tiles marked as
-containing NaN.
+means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. Each GPU uses the tile sizes of one tile table: sm89 and sm120 use
+the table of sm80. The kernels are for one document, without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward
+kernel for several documents, which isolates NaN. `repair_fwd` is the kernel that recomputes tiles marked as containing
+NaN.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ KERNELS = {
     "repair_fwd": _repair_fwd_kernel,
     "repair_bwd": _repair_bwd_kernel,
 }
-# a repair kernel uses as many warps as the kernel of this pass
+# {repair kernel: pass whose kernel has the same number of warps}
 PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}
 INDEX_POINTERS = {
     *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
@@ -48,8 +48,8 @@ INDEX_POINTERS = {
 }
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-# {name of a tensor-core instruction in PTX: its name in machine code}, from the newest to the oldest instruction.
-# Tests search the PTX for the name, because cuobjdump is slow.
+# {name of a tensor-core instruction in PTX: its name in machine code}, from the newest to the oldest instruction. Tests
+# search the PTX instead of the machine code, because cuobjdump is slow.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
@@ -83,7 +83,7 @@ def table_of(arch):
 
 
 def pass_of(direction):
-    """Returns the pass under which the tile table lists a kernel. For contain_dkdv and repair_bwd, this is dkdv."""
+    """Returns the pass under which the tile table lists a kernel, for example dkdv for contain_dkdv and repair_bwd."""
     direction = direction.removeprefix("contain_")
     return PASS_OF_REPAIR.get(direction, direction)
 

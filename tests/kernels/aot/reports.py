@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the report in a file, or None if the file is missing or was written with another `key()`."""
+    """Returns the report in a file, or None if the file is missing or its key differs from `key()`."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
@@ -97,7 +97,7 @@ def write(file: Path, report: dict[str, Any]) -> None:
 
 @functools.cache
 def fresh_reports(module: str) -> Reports:
-    """Returns the recorded reports of `module` that belong to the present sources, for this Triton version."""
+    """Returns the recorded reports of `module` for this Triton version and the current source code."""
     known = recorded().get(module, {})
     hashes = source_hashes().get(module, {}) if known else {}
     stale = [case for case, report in known.items() if report["source"] != hashes[case]]
@@ -126,7 +126,7 @@ def recorded() -> dict[str, Reports]:
 
 @functools.cache
 def source_hashes() -> dict[str, dict[str, str]]:
-    """Returns the hash of the present source of each recorded case, by module."""
+    """Returns {module: {case: hash of the case's current source code}} for all recorded cases."""
     file = CACHE / triton.__version__ / "sources.json"
     kept = read(file)
     if kept is None:
@@ -136,7 +136,7 @@ def source_hashes() -> dict[str, dict[str, str]]:
 
 
 def hashes_of(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """Returns the hashes of the sources of cases, for each module."""
+    """Returns {module: {case: hash of the case's source code}} for the given cases."""
     names = [f"{module.rpartition('.')[2]}:{case}" for module, some in cases.items() for case in some]
     found = compile_in_processes("tests.kernels.aot.sources", names)
     return {
@@ -166,8 +166,8 @@ def record() -> Path:
 def recorded_key() -> str:
     """Returns a hash of the modules that make reports. Comments and docstrings do not change the hash.
 
-    The hash is the same on every machine. The hash does not depend on Triton's version, because each version has a file
-    of recorded reports.
+    The hash is the same on every machine. The hash does not depend on Triton's version, because the reports of each
+    Triton version are in a separate file.
     """
     modules = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
     code = [(path.name, code_of(path.read_text())) for path in modules]

@@ -70,7 +70,7 @@ def collect(value, found):
 def add(place, used, found):
     """Adds the code of a function or class of fa_kernels, or the value of a constant, to the dictionary `found`.
 
-    used: the function, class or constant. place: the code that uses `used`, and the name of `used` in this code.
+    used: the function, class or constant. place: a string with two names: the code that uses `used`, and `used` itself.
     """
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
@@ -82,10 +82,10 @@ def add(place, used, found):
 
 
 def parts_of(name):
-    """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
+    """Returns everything that determines the compiled code of a case such as `portable:sm90-128-128-fwd-2`.
 
-    The result has three parts: the GPU, a tuple of the compile options and the kernel's arguments, and a dictionary.
-    The dictionary holds the code of each function and class, and the value of each constant, that the case uses.
+    The result has three parts: the GPU, a tuple (compile options, kernel arguments) and a dictionary. The dictionary
+    holds the code of each function and class that the case uses, and the value of each constant.
     """
     module, _, case = name.partition(":")
     source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))

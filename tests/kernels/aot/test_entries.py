@@ -19,7 +19,7 @@ RECORDS = sorted(RECORDED.glob("entries_*.json"))
 # {GPU: bytes of spill stores that are allowed in addition to a limit in `PORTABLE`}. Kernels for several documents need
 # more registers than the kernels in `PORTABLE`. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
-UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # attention uses separate kernels for dk and dv
+UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # on sm100 with head_dim 256, dK and dV have separate kernels
 COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-64-64-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
 CHANGED = """
 from fa_kernels.flash_attention.portable.columns import load_columns
@@ -80,7 +80,7 @@ def problems(case, report):
         "tensor core": report["tensor_core"] == tensor_core,
         "tensor memory": report["tensor_memory"] <= TENSOR_MEMORY,
         "shared memory": report["shared"] <= computed <= SHARED_LIMIT[table_of(gpu)],
-        # for 4-byte dtypes, shared_bytes of the forward pass must also be enough for the decoding kernel
+        # for fp32, shared_bytes of the forward pass includes the memory that the decoding kernel needs
         "shared_bytes": computed <= surplus * report["shared"] or (itemsize, direction) == (4, "fwd"),
     }
     return [f"{case}: {name}, {report}, {computed=}, {spill_bytes=}" for name, fits in within.items() if not fits]

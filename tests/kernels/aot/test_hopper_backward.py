@@ -41,7 +41,7 @@ def test_compiles_within_limits(core):
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
-    """Returns how many 16-byte stores to shared memory a step makes in order to add to dQ."""
+    """Returns the number of 16-byte stores to shared memory that one step of the kernel needs to add to dQ."""
     head_dim = kernel.removesuffix("ordered")
     if not head_dim.isdigit():
         return 0
@@ -54,7 +54,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
-    """With a queue, a program could wait for an item that no program has started."""
+    """If programs took items from a queue, a program could wait for an item that no program has started."""
     config = config_of(head_dim, dtype, softcap, ordered=True)
     if config is None:
         assert config_of(head_dim, dtype, softcap) is None
@@ -63,7 +63,7 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 
 def test_three_groups_share_all_registers():
-    """The number of registers left for the first consumer must equal the second consumer's number."""
+    """The two consumer warp groups must get equal numbers of registers."""
     registers = fused.GROUP_REGISTERS
     of_four_warps = fused.REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
@@ -89,7 +89,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires a multiple of four elements per row
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
-    log2_lse[1, 5] = float("inf")  # if a row sees no key, `prepare` writes inf, because 2^(score - inf) is 0
+    log2_lse[1, 5] = float("inf")  # `prepare` writes inf for a row that sees no key, because 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Special values of the features of attention: soft caps, sinks, ALiBi slopes and the scales of fp8."""
+"""Tests special values of attention's features: soft caps, sinks, ALiBi slopes and the scales of fp8."""
 
 import pytest
 import torch

@@ -367,7 +367,7 @@ def test_flops_of_a_batch_are_those_of_its_sequences():
     inputs = dense_inputs()
     with FlopCounterMode(display=False) as counter:
         flash_attn_func(*inputs).sum().backward()
-    assert counter.get_total_flops() == 2 * (2 + 5) * 2 * 9 * 11 * 4 * 40  # 2 sequences, 2 + 5 matmuls
+    assert counter.get_total_flops() == 2 * (2 + 5) * 2 * 9 * 11 * 4 * 40  # 2 sequences, 2 forward + 5 backward matmuls
 
 
 DOCUMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5)

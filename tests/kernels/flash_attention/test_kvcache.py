@@ -32,7 +32,7 @@ def test_new_tokens_are_appended_at_their_positions(page_size, num_splits):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(3, 20), (7, 2)], ids=str)
 def test_more_or_fewer_tokens_than_queries_may_be_appended(seqlen_q, seqlen_new):
-    """The last query has the position of the last key."""
+    """The causal mask aligns the last query with the last key."""
     check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
 
 

@@ -1,11 +1,11 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
-A fixed list has combinations of features, head counts and layouts. The tests go through the list in order, and test
-each combination of two lengths and a mask with the next entry of the list. The head_dims of Hopper's kernels are tested
+A fixed list has combinations of features, head counts and layouts. Each combination of two lengths and a mask is tested
+with one entry of the list, and the next combination with the next entry. The head_dims of Hopper's kernels are tested
 with all combinations of features, head counts and layouts. Other head_dims are tested with fewer combinations, because
-each combination is compiled separately. If the environment variable MATRIX_REPORT names a folder, our largest errors
-are written to this folder, next to torch's.
+each combination is compiled separately. If the environment variable MATRIX_REPORT names a folder, the tests write our
+largest errors and torch's largest errors to this folder.
 """
 
 import itertools
@@ -65,9 +65,9 @@ def combinations(dtype, width, round_):
 
 
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
-    """Returns the lengths of the documents' queries and of the documents' keys.
+    """Returns two lists: the number of queries of each document, and the number of keys of each document.
 
-    `pair` has the numbers of queries and keys of one document.
+    pair: the number of queries and the number of keys of one document.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

@@ -133,7 +133,7 @@ def test_a_schedule_of_another_batch_is_refused(tokens, observed, device):
 
 
 def test_calls_with_schedules_of_other_lengths_have_other_keys(device):
-    """A replayed call does not check its schedule, so a recording must not serve a schedule of another length."""
+    """A replayed call does not check its schedule, so a recording must not be reused for schedules of other lengths."""
     x, features = torch.randn(20, 2, 16, device=device), Features(1.0, 0.0, None, [])
     full = causal_schedule(None, 20, device)
     others = full._replace(key_start=full.key_start[:19]), full._replace(query_start=full.query_start[:0])

@@ -1,4 +1,4 @@
-"""The visible ranges of an attention schedule equal the mask that the definition gives."""
+"""The visible ranges in an attention schedule match the mask that attention's definition gives."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_queries_go_document_by_document():
     lengths = [128, 512, 0, 300, 500, 60]  # the documents end at 128, 640, 640, 940, 1440 and 1500
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = causal_schedule(cu, 1552, torch.device("cpu"))
-    # Of the tiles of 128 tokens, tile 7 has tokens of the documents with 300 and 500 tokens. Tile 11 has tokens of the
+    # With tiles of 128 tokens, tile 7 has tokens of the documents with 300 and 500 tokens. Tile 11 has tokens of the
     # last two documents, and padding.
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
     # Tiles of 192 tokens: tile 0 has tokens of the first two documents, and tile 7 has tokens of the last two. Tile 3

@@ -1,4 +1,4 @@
-"""The kernel that builds attention schedules computes what torch operators compute."""
+"""The kernel that builds attention schedules gives the same schedules as torch operators."""
 
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ OF_GRADIENTS = ("query_start", "query_end", "key_tiles")
 
 
 def require_equal(*documents, keys_in_order=False, gradients=True):
-    """Compares the schedule that the kernel builds with the schedule that torch operators build.
+    """Requires that the kernel and torch operators build equal schedules.
 
     documents: cu_seqlens_q, cu_seqlens_k, total_q, total_k and the window.
     """
@@ -37,7 +37,7 @@ def require_equal(*documents, keys_in_order=False, gradients=True):
 def small_blocks():
     """Reduces block sizes, so that even a few tokens need several programs.
 
-    With the reduced sizes, each program also needs several steps to compare its tiles with all tiles.
+    The reduced sizes also make each program compare its tiles with all tiles in several steps.
     """
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (

@@ -48,8 +48,8 @@ def test_queries_of_a_section_fit(total, expected):
     ],
 )
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
-    """One KV head fills the L2 budget, but has only 64 tiles for 128 programs. A section needs at least four KV heads
-    to have two tiles for each program.
+    """One KV head fills the L2 budget, but has only 64 tiles for 128 programs. A section (the heads that run at the
+    same time) needs at least four KV heads to have two tiles for each program.
     """
     q = meta(2**13, 4 * n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

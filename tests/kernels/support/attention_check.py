@@ -66,11 +66,11 @@ def left_by_rounding(
     """Returns the errors of dq, dk and dv after an exact backward pass that reads a rounded o and a rounded lse.
 
     Our backward pass computes P from lse, so an error of lse scales a row of P and dS. Our backward pass also computes
-    delta from o, so an error of o changes delta. The errors of o and lse change dq, dk and dv as if one extra term were
-    added to the gradient of o, and another extra term to the gradient of lse. `left_by_rounding` passes only the two
-    extra terms to autograd, as the gradients of o and lse. The results of autograd are then the errors of dq, dk and
-    dv. Torch's own backward pass keeps P, and does not use lse. Our error can therefore exceed twice torch's error in
-    rows that see few keys or have an lse far from 0.
+    delta from o, so an error of o changes delta. The errors of o and lse have the same effect on dq, dk and dv as two
+    extra terms, one in the gradient of o and one in the gradient of lse. `left_by_rounding` passes only the two extra
+    terms to autograd, as the gradients of o and lse. Autograd then returns the errors of dq, dk and dv. Torch's own
+    backward pass keeps P, and does not use lse. Our error can therefore exceed twice torch's error in rows that see few
+    keys or have an lse far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))

@@ -101,8 +101,8 @@ def check(
 ) -> None:
     """Calls flash_attn_with_kvcache, and checks its outputs and the cache.
 
-    Before the call, the cache holds NaN before leftpad and after length. The reference is computed on the CPU, so that
-    many test processes can share a GPU.
+    Before the call, every unused position of the cache (before leftpad, or after length) holds NaN. The reference is
+    computed on the CPU, so that many test processes can share a GPU.
     """
     batch, v_head_dim = len(lengths), v_head_dim or head_dim
     widths = (head_dim, v_head_dim)

@@ -30,7 +30,7 @@ COMPILED: dict[int, Any] = {}  # {handle of a compiled kernel: result of `keep`}
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
     """Makes the call `name` of `CALLS`, and returns one pair for each kernel launch.
 
-    The pair of a launch contains the grid, and the result of the function `keep` for the launched kernel. For each
+    Each pair contains the grid of the launch, and the result of the function `keep` for the launched kernel. For each
     kernel, `keep` is called once per process. The argument of `keep` is a function that compiles the kernel.
     """
 

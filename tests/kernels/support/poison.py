@@ -21,8 +21,8 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but it changes which kernels torch runs.
     """
-    # In its first device context, torch caches the functions that create tensors. The device context below precedes the
-    # patches, so that torch caches the unpatched functions.
+    # When a program first enters a torch.device context, torch caches the functions that create tensors. This context
+    # comes before the patches, so torch caches the unpatched functions.
     with torch.device("meta"):
         torch.empty(0)
     patches = [

@@ -1,4 +1,4 @@
-"""Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
+"""Compares replayed launches with the launches that Triton makes. launch/test_record.py runs this file.
 
 Triton's launcher calls a simulated driver. The simulated driver compiles and runs no kernel, and only records the
 arguments of each launch.
@@ -368,7 +368,7 @@ def held() -> list[str]:
 
 
 def untouched(change: Callable[[], Any]) -> bool:
-    """Returns whether a call inside the context manager `change()` is not replayed."""
+    """Returns True if a call inside the context manager `change()` is not replayed."""
     case = Case(64)
     record.forget()
     for _ in range(2):

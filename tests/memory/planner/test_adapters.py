@@ -1,4 +1,4 @@
-"""Compares the memory planner's predictions for runs with adapters with the memory that the real model needs."""
+"""Compares the memory planner's predictions with the memory that a real model with adapters needs."""
 
 from itertools import product
 

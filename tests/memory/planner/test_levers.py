@@ -145,7 +145,7 @@ def test_following_the_advice_helps(plan, gpu_gib):
 
 
 def followed(plan: Plan, advice: str) -> Plan:
-    """Returns a copy of the plan with the overrides in `advice`. The rows per step stay the same."""
+    """Returns a copy of the plan, changed by the overrides in `advice`. The rows per step stay the same."""
     for override in advice.split():
         name, value = override.split("=")
         last = name.rpartition(".")[2]

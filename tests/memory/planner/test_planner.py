@@ -1,11 +1,11 @@
 """Compares the memory planner's predictions with the memory that the real model needs.
 
-In most tests, the cases that run by default cover all pairs of values for any two settings. With PLANNER_CASES=all, all
-cases run.
+By default, the cases of most tests contain every combination of the values of any two settings. With PLANNER_CASES=all,
+all cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
-the first step, in which the optimizer had no states yet. The field `keys` is the number of tokens whose keys and values
-each rank's buffers held during the measurement. If `keys` is missing, the planner uses its default, which is an upper
+the first step, in which the optimizer had no states yet. The field `keys` is the number of tokens in each rank's
+buffers of keys and values during the measurement. If `keys` is missing, the planner uses its default, which is an upper
 bound of `keys`.
 """
 
@@ -189,8 +189,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
-    # With fewer tokens or a larger vocabulary, the peak would be where autograd adds the two gradients of the tied
-    # embedding. The simulation of this addition is wrong, because autograd does not add fake tensors in place.
+    # With fewer tokens or a larger vocabulary, the peak would occur while autograd adds the tied embedding's gradients.
+    # The simulation of this addition is wrong, because autograd does not add fake tensors in place.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -321,7 +321,7 @@ def test_a_post_norm_has_weights():
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_predictions_are_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
-    """Saved-tensor hooks miss the outputs of attention, because selective checkpointing has its own store for them."""
+    """Saved-tensor hooks do not see attention's outputs, which selective checkpointing stores elsewhere."""
     tokens, saved = SMALL.run.tokens, []
     plan = changed(SMALL, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
     for n_layers in (2, 3):

@@ -14,7 +14,7 @@ from scripts.bench.random_plans import planned
 from tests.memory.support.plans import EVERY_CASE, predicted_peak
 from tests.memory.support.simulated import simulate
 
-# the configurations that have had the largest errors, and some others
+# the configurations with the largest errors so far, and some others
 NUMBERS = (13, 27, 30, 87, 96, 151, 175, 252)
 
 

@@ -1,4 +1,4 @@
-"""Compares the peak memory that the planner predicts for a sharded step with the peak of FSDP2 on fake tensors.
+"""Compares the planner's predicted peak memory of a sharded step with the peak of FSDP2 on fake tensors.
 
 FSDP2 frees a gathered weight by resizing its storage to 0 bytes, so `LiveShards` follows the sizes of storages.
 
@@ -79,7 +79,7 @@ def two_ranks() -> Iterator[DeviceMesh]:
 
 
 def simulated_peak(plan: Plan) -> int:
-    """Returns the peak bytes of a micro-batch, with gathered weights, without the rank's shards and optimizer states.
+    """Returns the peak bytes of a micro-batch. The peak includes gathered weights, but no shards or optimizer states.
 
     The function measures only the second of two micro-batches, because FSDP2's allocations in the first micro-batch
     differ from those in later micro-batches.

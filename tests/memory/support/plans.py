@@ -117,7 +117,7 @@ def with_adapters(
 def kept_per_layer(plan: Plan) -> int:
     """Returns the predicted bytes that stay on the GPU between forward and backward for each block except the last.
 
-    Copies of the block's weights are included.
+    The result includes copies of the block's weights.
     """
     block = Block(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0

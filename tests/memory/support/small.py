@@ -93,7 +93,7 @@ def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Requires bitwise equality, except on a GPU, where attention's backward adds in an order that varies."""
+    """Requires bitwise equality, except on a GPU, where the order of additions in attention's backward varies."""
     for a, b in zip(ours, theirs, strict=True):
         if a.is_cuda:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

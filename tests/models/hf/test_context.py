@@ -64,7 +64,7 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
 
 
 # All checkpoints in the test below support 64 tokens. In llama-3.1 and llama-linear, RoPE scaling extends the context
-# from 32 to 64 tokens. A computed factor is at least the checkpoint's own factor, which is 8 in llama-3.1.
+# from 32 to 64 tokens. Factors that are computed are at least the checkpoint's factor, which is 8 in llama-3.1.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -1,4 +1,4 @@
-"""Builds a tiny decoder, in which any argument can be changed."""
+"""Builds a tiny decoder. Every argument can be overridden."""
 
 import torch
 
@@ -8,7 +8,7 @@ from fa_train.models.gpt import GPT
 
 
 def build(seed: int = 0, **overrides) -> GPT:
-    """Builds a model with the same weights in every call with the same seed."""
+    """Builds a model. Calls with equal arguments give equal weights."""
     arguments = {
         "vocab_size": 40,
         "n_layers": 2,

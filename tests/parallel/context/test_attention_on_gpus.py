@@ -44,7 +44,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     register_group("two", new_context_group(range(RANKS)))
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes some cases run attention twice
     errors = {
         (documents, window, heads): compare(rank, lengths, window, *heads)
         for documents, lengths in LENGTHS.items()

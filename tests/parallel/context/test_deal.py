@@ -45,7 +45,7 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """Returns the fraction of the other ranks' keys that a rank receives, as the mean over the ranks.
+    """Returns which fraction of the other ranks' keys a rank receives, averaged over all ranks.
 
     A result of 1 means that each rank gathers all keys.
     """

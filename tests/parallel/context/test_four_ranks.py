@@ -50,7 +50,7 @@ FEATURES = {
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
 # A case is a tuple (attention, features, checkpointing, compiled, deterministic, number of groups of KV heads, number
-# of ranks that share a stream). Cases with `whole` in their name deal whole documents, and other cases deal chunks.
+# of ranks that share a stream). Cases named `whole` give ranks whole documents; other cases give ranks chunks.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
@@ -133,7 +133,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     os.environ.update(environments[rank])
     compile_without_inductor()
     shared = Path(folder)
-    # with these limits, attention runs twice in some cases
+    # with these limits, some cases run attention twice
     traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
@@ -157,7 +157,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
 
 @contextmanager
 def dealing(whole: bool) -> Iterator[None]:
-    """If `whole`, ranks get whole documents where this is possible."""
+    """If `whole` is true, ranks get whole documents where possible."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_module, "MAX_DOCUMENTS", whole_module.MAX_DOCUMENTS if whole else 0)
         yield
@@ -186,9 +186,9 @@ def compile_without_inductor():
 def compare(rank, group, attention, features, checkpointing, compiled, deterministic, head_groups, context):
     """Returns the relative errors of the loss and of each gradient, the counts of graph breaks, and a list.
 
-    The first item of the list is the number of compiled graphs after the first batch. If `compiled`, the second item is
-    this number after a second batch with other document boundaries. Use only the errors that rank 0 returns, because
-    only rank 0 computes the reference.
+    The first item of the list is the number of compiled graphs after the first batch. If `compiled` is true, the second
+    item is the number of compiled graphs after a second batch, with other document boundaries. Use only the errors that
+    rank 0 returns, because only rank 0 computes the reference.
     """
     torch.use_deterministic_algorithms(deterministic)
     batch = stream()

@@ -1,6 +1,7 @@
 """Tests a model on two GPUs that share rows of 131,072 tokens.
 
-The two GPUs must compute the same gradients as one GPU. Each GPU must receive only the keys that its Traffic lists.
+The two GPUs must compute the same gradients as one GPU. Each GPU must receive only the keys that its Traffic object
+lists.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Two and four processes that share streams compute the same losses, gradients and weights as one process.
 
 By default, as in CI, no case of this file runs. CI runs the cases in test_four_ranks.py. With CONTEXT_CASES=pairwise,
-the cases cover all pairs of values for any two settings. With CONTEXT_CASES=all, all combinations run, which takes
-hours.
+the cases contain every combination of the values of any two settings. With CONTEXT_CASES=all, all combinations run,
+which takes hours.
 """
 
 import os

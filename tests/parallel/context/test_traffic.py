@@ -116,7 +116,7 @@ def test_buffers_have_few_sizes_and_a_row_that_no_query_sees():
 
 @settings(max_examples=60, deadline=None)
 @given(DOCUMENTS, WINDOWS, st.integers(0, 3), st.sampled_from(["short", "medium"]), st.booleans())
-@example([12, 21, 77], None, 2, "medium", False)  # keys that no query sees come after the last document
+@example([12, 21, 77], None, 2, "medium", False)  # after the last document, there are keys that no query sees
 @example([700, 3, 900], None, 1, "medium", True)  # many tiles of queries see no key
 def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class, splits):
     boundaries, total = boundaries_of([*lengths, 70, 70]), sum(lengths) + 140 + 9

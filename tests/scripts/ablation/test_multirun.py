@@ -114,7 +114,7 @@ def test_jobs_differ_in_attention_and_length_alone(job, other):
 
 
 def test_a_continued_ablation_has_the_same_settings(job):
-    """A StepCase has no batch_size, so a job with a new batch size would show the earlier job's result."""
+    """A StepCase has no batch_size, so a job with another batch size would reuse the earlier job's result."""
     job(0, "naive", 64, "ok")
     assert job(0, "naive", 64, "ok", "sweep_job.timeout=9", "logger=csv", "++trainer.logger=false")[1] == 0
     with pytest.raises(SystemExit, match="got batch_size=2, but batch_size=1 in the earlier jobs in"):

@@ -109,7 +109,7 @@ def test_backward_counts_both_kernels():
     case = Case("portable", "backward", 4096, 128, causal=True)
     sizes = transfers(case, "sm90")
     dkdv, dq = tile_config("sm90", 128, "dkdv", 2), tile_config("sm90", 128, "dq", 2)
-    rows = 2 * 128 * 2 * case.n_heads  # bytes of a row of Q plus a row of dO, or of K plus V
+    rows = 2 * 128 * 2 * case.n_heads  # bytes of one row of Q and of dO, or of one row of K and of V
     assert sizes["dkdv: read Q, dO"] == rows * queries_read(4096, dkdv.block_n, causal=True)
     assert sizes["dq: read K, V"] == rows * keys_read(4096, dq.block_m, dq.block_n, causal=True)
 

@@ -1,4 +1,4 @@
-"""Tests scripts/bench/peers.py: equal models on both sides, compiled layers, LoRA, and the choice of SDPA's kernel."""
+"""Tests scripts/bench/peers.py: our model equals the peer, layers compile, LoRA works, and SDPA's kernel is chosen."""
 
 from dataclasses import replace
 from functools import partial

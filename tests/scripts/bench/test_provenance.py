@@ -1,4 +1,4 @@
-"""A results page names the command, and the commit of this repository, wherever the command was started."""
+"""A results page names its command and this repository's commit, even if the command starts in another repository."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tests what the host chooses for the Hopper kernels.
+"""Tests the configurations that the host chooses for the Hopper kernels.
 
 Triton's compilation hooks, such as `jit_post_compile_hook`, receive the arguments of a kernel as JSON.
 """

@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
-By default, the interpreter skips half of the cases of packed documents. It also skips some cases that combine a feature
-with full attention. With DOCUMENT_CASES=all, the interpreter runs all cases.
+By default, the interpreter skips half of the cases of packed documents. The interpreter also skips some cases that
+combine a feature with full attention. With DOCUMENT_CASES=all, the interpreter runs all cases.
 """
 
 import math
@@ -89,7 +89,7 @@ UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0), *slow((20, 5), (0, 0), (-1, 3))], ids=str)
 @pytest.mark.parametrize("causal", [True, *slow(False)], ids=["causal", "full"])
 def test_windows_allow_more_or_fewer_keys_than_queries(causal, window):
-    """The last query has the position of the last key."""
+    """Causal masks and windows align the last query with the last key."""
     check(*draw(55, 103, 2, 1, 16, 32), *map(cumulative, UNEVEN), causal=causal, window_size=window)
 
 
@@ -294,7 +294,7 @@ def test_documents_do_not_leak():
 
 
 def test_nan_shows_in_its_own_document():
-    """If `v` or `do` of one token is NaN, the NaN reaches every result of its document that depends on that token."""
+    """A NaN in `v` or `do` of one token reaches every dependent result in the token's document."""
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     v = v.detach().clone()

@@ -25,7 +25,7 @@ def run(tensors, schedule):
 
 def inputs(head_dim, device):
     generator = torch.Generator(device).manual_seed(0)
-    # On a GPU, only 2-byte dtypes compute dK and dV in two separate kernels. Triton's interpreter computes bf16
+    # On a GPU, dK and dV have two separate kernels only in 2-byte dtypes. Triton's interpreter computes bf16
     # incorrectly.
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return [torch.randn(TOTAL, 1, head_dim, device=device, generator=generator).to(dtype) for _ in range(4)]

@@ -15,7 +15,7 @@ from tests.support.marks import slow
 
 LENGTHS = [50, 0, 100, 61]
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 2, 1
-UNITS = 4  # number of units of 64 rows; each unit has one mark
+UNITS = 4  # number of units of 64 rows; each unit has one NaN mark
 UNTOUCHED = 7.0
 
 SOME = [pytest.param([(0, 0), (1, 3)], id="some")]
@@ -29,7 +29,7 @@ NONE = [pytest.param([], id="none")]
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    The NaN mark of the row with NaN covers 64 rows, which include the first rows of the third document.
+    The row with NaN shares its NaN mark with the first rows of the third document.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -79,7 +79,7 @@ def test_forward_repairs_marked_tiles_only(problem, device, units):
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
 @pytest.mark.parametrize("launches", [[(True, True)], [(False, True), (True, False)]], ids=["together", "one_by_one"])
 def test_backward_repairs_marked_tiles_only(problem, device, units, launches):
-    """launches: for each launch, whether it repairs dq, and whether it repairs dk and dv."""
+    """launches: two booleans for each launch: whether the launch repairs dq, and whether it repairs dk and dv."""
     tensors, masks, (_, _, *exact) = problem
     dq, dk, dv = (torch.full_like(x, UNTOUCHED) for x in exact)
     marked_q, marked_k = marks(HEADS, units, device), marks(KV_HEADS, units, device)
@@ -129,7 +129,7 @@ def test_empty_inputs_launch_no_program(device):
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
     """In one step, each program reads the NaN marks of `look` tiles.
 
-    The tensors of this file have more tiles than all programs together read in one step.
+    The tests in this file use more tiles than all programs together can read in one step.
     """
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

@@ -88,7 +88,7 @@ def cu_seqlens() -> Tensor:
 
 
 def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Saves one of `CHECKPOINTS` with random parameters, and returns the model, which belongs to transformers.
+    """Saves one of `CHECKPOINTS` with random parameters, and returns its transformers model.
 
     options: arguments of save_pretrained. The model has eager attention, because SDPA attention has no soft cap.
     """

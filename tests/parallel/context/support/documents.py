@@ -1,4 +1,4 @@
-"""Random documents and windows, and what their queries see."""
+"""Random documents and windows, and the keys that their queries see."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,6 +12,6 @@ def boundaries_of(lengths):
 
 
 def visible(start, end, n_keys):
-    """Returns the mask (n_queries, n_keys) in which each query sees the keys from `start` to `end`, without `end`."""
+    """Returns the mask (n_queries, n_keys) in which each query sees the keys from `start` to `end` - 1."""
     keys = np.arange(n_keys)
     return (keys >= start[:, None]) & (keys < end[:, None])

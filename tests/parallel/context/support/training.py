@@ -175,7 +175,7 @@ def train(case: Case, rank: int | None = None) -> Recorder:
 def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cases: list[Case]) -> None:
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes some cases run attention twice
     with patched_once_a_launch():
         for case in cases:
             recorder = train(case, rank)

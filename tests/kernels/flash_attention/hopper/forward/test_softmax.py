@@ -15,8 +15,8 @@ from tests.kernels.support.attention_check import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# The kernel visits blocks of 64 keys from the last to the first. In some rows, the scores (in log2 units) rise from
-# each visited block to the next by one of the values in `RISES`.
+# The kernel visits blocks of 64 keys from the last to the first. In some rows, scores rise by one value of `RISES` (in
+# log2 units) from one visited block to the next.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # largest relative error of rounding to each dtype
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile
@@ -43,7 +43,7 @@ def test_a_maximum_that_rises_late_costs_no_accuracy(head_dim, dtype, rise, mask
     k[:, :, 0] = rise * torch.arange(total, device="cuda").flip(0).div(64, rounding_mode="floor").unsqueeze(1)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     sinks = None if sink is None else torch.full((2,), sink, device="cuda")
-    features = Features(math.log(2.0), 0.0, sinks, ())  # a scale of ln 2 makes q @ k the base-2 exponent
+    features = Features(math.log(2.0), 0.0, sinks, ())  # with a scale of ln 2, exp(scale * (q @ k)) is 2^(q @ k)
     cu = cumulative(lengths)
     exact, exact_lse = attention_reference(
         q, k, v, cu, cu, causal=causal, softmax_scale=features.softmax_scale, sinks=sinks

@@ -19,7 +19,7 @@ NEVER_SET = 7
 
 @pytest.fixture
 def marks(monkeypatch):
-    """Returns a list to which each call of attention appends the marks that it makes."""
+    """Returns a list to which each attention call appends its tensor of NaN marks."""
     made = []
 
     def unset(*sizes):

@@ -24,7 +24,7 @@ DYNAMIC = [
 
 
 def run(one):
-    """Runs a call and returns those outputs that are bitwise equal in every run: o and lse, or the gradients.
+    """Runs a call and returns the outputs that are bitwise equal in every run: o and lse, or the gradients.
 
     If a call is not deterministic, the bits of dq depend on the order of the additions.
     """
@@ -98,7 +98,7 @@ def test_a_replayed_graph_and_launches_on_its_capture_stream_do_not_disturb_each
 )
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
-    """dQ differs only by the order in which its fp32 partial sums are added."""
+    """The two grids add dQ's fp32 partial sums in different orders, so only dQ can differ."""
     softcap = 30.0 if table is CAPPED_CONFIGS else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]

@@ -142,7 +142,7 @@ def let_warps_sleep():
 
 
 def calls():
-    """Yields a name, a function (attention_forward or `gradients`) and its arguments.
+    """Yields (name, function, arguments) for each call. The function is attention_forward or `gradients`.
 
     The arguments have the same values in every process.
     """
@@ -161,7 +161,8 @@ def outcomes(run, arguments, name):
     """Makes `RUNS` calls, and yields (hashes of the outputs, first head of dq or None) for each call.
 
     If a backward call is not deterministic, the bits of dq can change from run to run. In a non-deterministic backward
-    call, dq is therefore not hashed, and the first head of dq is yielded. In other calls, None is yielded.
+    call, dq is therefore not hashed, and the second item is the first head of dq. In all other calls, the second item
+    is None.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))

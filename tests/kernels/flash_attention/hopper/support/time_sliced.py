@@ -24,7 +24,7 @@ def same(found, exact):
 
 
 def close(found, first):
-    """Compares dq row by row with a tolerance, because its fp32 partial sums are added in any order."""
+    """Compares dq row by row with a tolerance, because dq's fp32 partial sums are added in a varying order."""
     (dq, *found), (first_dq, *first) = found, first
     error, size = (dq.float() - first_dq.float()).norm(dim=2), first_dq.float().norm(dim=2)
     return same(found, first) and bool((error <= 0.01 * (size + size.mean())).all())
