@@ -11,9 +11,10 @@ from typing import Any
 
 from fa_train.cuda_driver import has_gpu
 from fa_train.parallel.ranks import devices_per_node
-from fa_train.settings import shown
+from fa_train.settings import leaves, shown
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+LOCAL = {"run_name", "logger", "num_workers", "devices"}  # keys and nodes whose values may differ between machines
 
 
 def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
@@ -45,6 +46,23 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         require_shardable(optimizer, context, quantized=quantized, samples=samples)
         require_head_groups(strategy.get("head_groups", 1), context, choices["attention"])
         require_no_upload(config["logger"])
+
+
+def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, Any], rank: str | None) -> None:
+    """Checks that a rank has the settings of rank 0.
+
+    With other settings, ranks would wait for each other, or silently train in different ways. Texts with a slash may
+    differ, because they can be paths of one machine. Keys in `LOCAL` may differ too.
+    Raises: ValueError that names the first setting that differs. rank: the rank that has `own`, for the error message.
+    """
+    nothing = object()
+    values, wanted = dict(leaves("", own)), dict(leaves("", of_rank_zero))
+    for key in values | wanted:
+        pair = values.get(key, nothing), wanted.get(key, nothing)
+        is_local = LOCAL & {*key.split(".")} or any(isinstance(value, str) and "/" in value for value in pair)
+        if pair[0] != pair[1] and not is_local:
+            found, expected = ("no value" if value is nothing else shown(value) for value in pair)
+            raise ValueError(f"{key} must be equal on all ranks; got {found} on rank {rank} and {expected} on rank 0")
 
 
 def is_fsdp(strategy: Mapping[str, Any]) -> bool:

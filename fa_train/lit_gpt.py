@@ -28,7 +28,13 @@ from fa_train.models.lora import adapter_values
 from fa_train.models.shards import local, whole
 from fa_train.optim.resume import keep_own_settings, require_same_kind
 from fa_train.parallel.ddp import require_averaged
-from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded
+from fa_train.parallel.fsdp import (
+    CONTEXT_GROUP,
+    FullyShardedStrategy,
+    context_ranks,
+    is_sharded,
+    require_known_sharding,
+)
 
 SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores skip counts under these keys
 # FOR_MICRO_BATCH or FOR_UPDATE is part of each seed, so that micro-batches and updates get different random numbers
@@ -84,10 +90,15 @@ class LitGPT(L.LightningModule):
             self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
     def configure_model(self) -> None:
-        """Shards the model if the run has a FullyShardedStrategy. Lightning may call this method more than once."""
+        """Shards the model if the run has a FullyShardedStrategy. Lightning may call this method more than once.
+
+        Raises: ValueError if the run would train with one of Lightning's strategies that shard.
+        """
         if not self._has_trainer():
             return
         strategy = self.trainer.strategy
+        if self._is_fitting():
+            require_known_sharding(strategy)
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
                 self.model.share_context(CONTEXT_GROUP, strategy.head_groups)

@@ -20,7 +20,7 @@ from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.failures import ctrl_c_raises
-from fa_train.parallel.ranks import has_own_launcher, told, world_size
+from fa_train.parallel.ranks import given_rank, has_own_launcher, told, world_size
 
 OF_LAUNCHER = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")  # overrides that ranks must not get
 FORBIDDEN_IN_PROJECT = "/\\#?%:"  # characters that the name of a W&B project must not contain
@@ -150,13 +150,16 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
 
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
-    Raises: ValueError if settings exclude each other. ValueError if W&B must log online but has no API key. ValueError
-    if W&B would refuse the name of the project or the value of WANDB_MODE or WANDB_RESUME.
+    Raises: ValueError if settings exclude each other, or differ between ranks. ValueError if W&B must log online but
+    has no API key. ValueError if W&B would refuse the name of the project or the value of WANDB_MODE or WANDB_RESUME.
     """
     if has_own_launcher():
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
+    own = json.dumps(config, default=str)
+    of_rank_zero = decided_by_rank_zero("settings", lambda: own)
+    early_checks.require_equal_settings(json.loads(own), json.loads(of_rank_zero), given_rank())
     logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return

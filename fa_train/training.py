@@ -13,6 +13,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from fa_train import early_checks, preflight
@@ -82,6 +83,9 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     if not saves and cfg.trainer.get("enable_checkpointing") is None:
         given["enable_checkpointing"] = False  # otherwise, Lightning would add its own checkpoint callback
     trainer = instantiate(cfg.trainer, **given)
+    if trainer.world_size == 1:
+        # Lightning has read RANK, which a cluster may also set for runs of one process; rank 1 would log nothing
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             correct_wandb_arguments(logger, has_resume="resume" in cfg.trainer.logger)

@@ -53,6 +53,33 @@ def test_settings_that_exclude_each_other_start_no_ranks(overrides, message, tmp
 
 
 @pytest.mark.parametrize(
+    ("own", "of_rank_zero", "message"),
+    [
+        pytest.param({"a": {"lr": 0.01}}, {"a": {"lr": 0.001}}, "a.lr .*; got 0.01 on rank 1 and 0.001", id="number"),
+        pytest.param({"packing": "concat"}, {"packing": "best_fit"}, "packing .*; got concat on rank 1", id="option"),
+        pytest.param({"a": 1}, {"a": 1, "b": 2}, "b must be equal .*; got no value on rank 1 and 2", id="missing"),
+        pytest.param({"a": 1, "b": None}, {"a": 1}, "b must be .*; got null on rank 1 and no value", id="additional"),
+        pytest.param({"cache_dir": "/scratch/1"}, {"cache_dir": None}, None, id="path"),
+        pytest.param({"data": {"num_workers": 1}}, {"data": {"num_workers": 2}}, None, id="workers"),
+        pytest.param({"logger": {"tags": ["a"]}}, {"logger": {"tags": []}}, None, id="logger"),
+    ],
+)
+def test_ranks_with_other_settings_are_refused(own, of_rank_zero, message):
+    """The ranks would wait for each other without an end, or train in different ways without an error."""
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        early_checks.require_equal_settings(own, of_rank_zero, "1")
+
+
+def test_the_settings_of_ranks_are_compared_before_they_start(tmp_path, monkeypatch):
+    def other(question, decide):
+        return decide().replace('"batch_size": 4', '"batch_size": 8')
+
+    monkeypatch.setattr(run_config, "decided_by_rank_zero", other)
+    with pytest.raises(ValueError, match=r"batch_size must be equal on all ranks; got 4 on rank .* and 8 on rank 0"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(["trainer.devices=4"], id="ddp"),
@@ -142,6 +169,7 @@ def test_the_number_of_ranks_is_that_of_torchrun(tmp_path, monkeypatch):
 def test_a_launcher_starts_one_rank_for_each_device(devices, nodes, started, got, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", str(started))
+    monkeypatch.setattr(run_config, "decided_by_rank_zero", lambda question, decide: decide())  # there is no rank 0
     message = f"num_nodes must be {started}, the number of ranks that torchrun or srun has started; got {got}"
     with nullcontext() if got is None else pytest.raises(ValueError, match=re.escape(message)):
         start(tmp_path, f"trainer.devices={devices}", f"trainer.num_nodes={nodes}")

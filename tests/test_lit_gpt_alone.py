@@ -8,6 +8,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -156,6 +158,20 @@ def test_progress_may_come_before_monitor(tmp_path, capsys):
     assert [(line[0], line[1].split()[0]) for line in lines] == [
         ("step 1/3", "loss"), ("step 2/3", "loss"), ("step 2/3", "val"), ("step 3/3", "loss"),
     ]  # fmt: skip
+
+
+class OwnFSDP(FSDPStrategy):
+    """Lightning's Trainer refuses FSDPStrategy itself on the CPU, but not a subclass."""
+
+
+@pytest.mark.parametrize("strategy", [OwnFSDP(), ModelParallelStrategy()], ids=["fsdp", "model-parallel"])
+def test_strategies_of_lightning_that_shard_are_refused(strategy: Strategy, tmp_path):
+    """Each rank would silently train on its own gradients, or clip them by another norm."""
+    lit = LitGPT(**arguments(small()))
+    lit.trainer = quiet_trainer(tmp_path, strategy=strategy, devices=2)
+    lit.trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(ValueError, match=f"needs DDPStrategy or .*FullyShardedStrategy; got {type(strategy).__name__}"):
+        lit.configure_model()
 
 
 def test_monitor_refuses_other_modules(tmp_path):

@@ -1,14 +1,24 @@
-"""Tests the values that fa_train.training passes to the memory planner."""
+"""Tests what fa_train.training builds, and the values that it passes to the memory planner."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from fa_train import training
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.support.training import composed, tiny
+
+
+def test_a_run_on_one_device_logs_although_the_cluster_has_set_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # Lightning sets this attribute when RANK is 1
+    with composed(tmp_path, *tiny(tmp_path)) as cfg:
+        trainer, _, _ = training.build(cfg)
+    trainer.logger.log_metrics({"loss": 1.0}, step=1)
+    trainer.logger.save()
+    assert (tmp_path / "metrics.csv").exists()
 
 
 def test_a_users_own_strategy_may_set_what_its_config_lacks(tmp_path, monkeypatch):

@@ -212,7 +212,9 @@ class PackedDataModule(L.LightningDataModule):
         windows = model.windows if isinstance(model, GPT) else (None,)
         rows = PackedRows(self, held_out=False, shuffle=True, windows=windows)
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
-        trainer.print(self.report(rows.layouts).text())
+        report = self.report(rows.layouts)
+        trainer.print(report.text())
+        require_same_on_all_ranks(report, trainer)
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
             percent = (100 * self.source.rows_a_cycle / CYCLE).tolist()
@@ -381,6 +383,19 @@ class PackingOptions(TypedDict):
     packing: NotRequired[Literal["concat", "best_fit"]]
     max_doc_len: NotRequired[PositiveInt | None]
     long_documents: NotRequired[LongDocuments]
+
+
+def require_same_on_all_ranks(report: Report, trainer: L.Trainer) -> None:
+    """Raises: ValueError if this rank has packed other documents than rank 0. Rows would be missing or repeated."""
+    own = report.metrics()
+    of_rank_zero = trainer.strategy.broadcast(own)
+    for name in own | of_rank_zero:
+        found, expected = own.get(name), of_rank_zero.get(name)
+        if found != expected:
+            raise ValueError(
+                f"all ranks must read the same documents; got {name}={found} on rank {trainer.global_rank} and "
+                f"{expected} on rank 0. The files of the data may differ between machines"
+            )
 
 
 def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> PackedDataModule:

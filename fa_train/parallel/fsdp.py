@@ -22,7 +22,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -240,6 +240,22 @@ def require_no_averaging(trainer: L.Trainer) -> None:
             raise ValueError(
                 f"strategy=fsdp cannot average weights; got the callback {type(callback).__name__}. Choose strategy=ddp"
             )
+
+
+def require_known_sharding(strategy: Strategy) -> None:
+    """Checks that several ranks do not train a LitGPT with one of Lightning's strategies that shard.
+
+    With ModelParallelStrategy, no gradients of a LitGPT would be averaged. With FSDPStrategy and DeepSpeedStrategy,
+    each rank would clip its gradients by the norm of its own shards.
+    Raises: ValueError if the strategy is one of these three, and the run has several ranks.
+    """
+    if isinstance(strategy, FullyShardedStrategy):
+        return
+    if isinstance(strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy) and strategy.world_size > 1:
+        raise ValueError(
+            "a LitGPT on several devices needs DDPStrategy or fa_train.parallel.fsdp.FullyShardedStrategy; got "
+            f"{type(strategy).__name__}"
+        )
 
 
 def make_context_groups(context: int) -> None:

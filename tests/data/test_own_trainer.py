@@ -65,6 +65,20 @@ def test_a_trainer_that_would_repeat_or_leave_out_rows_is_refused(settings, mess
     assert not recorder.seen
 
 
+def test_a_rank_with_other_documents_than_rank_0_is_refused(tmp_path, monkeypatch):
+    """The rows of a step would come from two orders of documents, so rows would be missing or repeated."""
+    recorder, own = Recorder(), trainer(tmp_path, max_steps=STEPS, accumulate_grad_batches=4)
+
+    def broadcast(values):
+        """Lightning also broadcasts values that are no dict."""
+        return values | {"packing/documents": 1} if isinstance(values, dict) else values
+
+    monkeypatch.setattr(own.strategy, "broadcast", broadcast)
+    with pytest.raises(ValueError, match=r"must read the same documents; got packing/documents=\d+ on .* and 1"):
+        own.fit(recorder, datamodule=make())
+    assert not recorder.seen
+
+
 class StepsItself(Recorder):
     """Accumulates gradients itself. Lightning then requires accumulate_grad_batches=1."""
 

@@ -12,9 +12,9 @@ from fa_train.models.gpt import GPT
 
 
 def quiet_trainer(folder: Path, **settings: Any) -> L.Trainer:
-    """Returns a trainer on the CPU that logs, saves and shows nothing, unless `settings` say otherwise."""
+    """Returns a trainer on the CPU with one device that logs, saves and shows nothing, unless `settings` differ."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **quiet | settings)
+    return L.Trainer(accelerator="cpu", default_root_dir=folder, **{"devices": 1} | quiet | settings)
 
 
 def lit_gpt(model: GPT, optimizer: Any) -> LitGPT:
