@@ -96,6 +96,7 @@ class GPT(nn.Module):
         self.seed, device = torch.initial_seed(), torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values are not needed
             self._add_modules(attention, memory)
+        self.register_load_state_dict_post_hook(_tie_loaded)
         self.sources: list[Callable[[GPT], None]] = [GPT.init_weights]
         if device.type != "meta":
             self.materialise(device)
@@ -116,7 +117,7 @@ class GPT(nn.Module):
     def tie(self) -> None:
         """Gives the head the weight of the token embedding if the config ties the two weights.
 
-        Call `tie` again after parameters are replaced.
+        `load_state_dict` also calls `tie`. Call `tie` again after parameters are replaced in other ways.
         """
         if self.config.tied:
             self.head.weight = self.token_embedding.weight
@@ -447,6 +448,11 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
+
+
+def _tie_loaded(model: GPT, _: object) -> None:
+    """Ties the head after load_state_dict, which replaces parameters if assign=True."""
+    model.tie()
 
 
 def _distinct(values: Sequence[Value]) -> list[Value]:

@@ -349,6 +349,13 @@ def test_a_tied_head_is_the_embedding():
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 40 * 32
 
 
+def test_loading_with_assign_keeps_the_head_tied():
+    model, weights = build(), build(seed=1).state_dict()
+    model.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
+    assert model.head.weight is model.token_embedding.weight
+    assert torch.equal(model.head.weight, weights["head.weight"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
