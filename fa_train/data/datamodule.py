@@ -304,7 +304,11 @@ class PackedDataModule(L.LightningDataModule):
         )  # fmt: skip
 
     def _running_trainer(self) -> L.Trainer:
-        assert self.trainer is not None, "Lightning attaches the trainer before it asks for a loader"
+        if self.trainer is None:
+            raise ValueError(
+                "a data module needs a trainer, such as in trainer.fit(module, data); got none. To read rows without a "
+                "trainer, use fa_train.data.batches.PackedRows(data, held_out=False, shuffle=True).batch(0, 1)"
+            )
         return self.trainer
 
     def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> TimedLoader:

@@ -100,6 +100,19 @@ def test_a_validation_needs_no_settings_of_the_training(tmp_path):
     trainer(tmp_path).validate(Recorder(), datamodule=make(), verbose=False)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda data: data.setup("fit"), id="setup"),
+        pytest.param(lambda data: data.train_dataloader(), id="train_dataloader"),
+        pytest.param(lambda data: data.val_dataloader(), id="val_dataloader"),
+    ],
+)
+def test_a_data_module_without_a_trainer_says_how_to_read_rows(use):
+    with pytest.raises(ValueError, match=r"^a data module needs a trainer, .*PackedRows\(data, "):
+        use(make())
+
+
 @pytest.mark.slow
 @needs_ports
 def test_lightning_keeps_the_rows_of_each_rank(tmp_path):
