@@ -67,7 +67,8 @@ class GPT(nn.Module):
 
     memory: the settings that reduce GPU memory, or None to use none of them.
     config: the fields of fa_train.models.config.ModelConfig, which the YAML files in conf/model set.
-    Raises: ValueError if ModelConfig rejects a value, or `attention` does not support the model's soft cap.
+    Raises: ValueError if ModelConfig rejects a value, or `attention` is not a function or does not support the model's
+    soft cap.
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
@@ -80,6 +81,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = ModelConfig(**config)
+        if not callable(attention):
+            raise ValueError(f"attention must be a function, such as sdpa_attention; got {attention}")
         extras = self.config.extras
         require_softcap(attention, extras.softcap)
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory

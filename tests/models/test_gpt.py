@@ -382,6 +382,8 @@ def test_loading_with_assign_keeps_the_head_tied():
         pytest.param(
             {"family": Family(rope_layers=(True,) * 3)}, "family.rope_layers must have .*=2 entries; got 3", id="rope"
         ),
+        pytest.param({"family": {"softcap": 5.0}}, "model.family must be a Family or None; got a dict", id="family"),
+        pytest.param({"attention": "sdpa"}, "attention must be a function, .*; got sdpa", id="attention"),
         pytest.param({"family": Family(softcap=50.0)}, "attention=sdpa cannot cap scores", id="sdpa-softcap"),
         pytest.param(
             {"positions": "learned", "rope_scaling": LINEAR}, "rope_scaling needs model.positions=rope", id="scaling"
