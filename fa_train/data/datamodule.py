@@ -181,8 +181,14 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def setup(self, stage: str) -> None:
-        """Raises: ValueError if a setting of the trainer would change a step's number of rows, or repeat rows."""
+        """Raises: ValueError if a setting of the trainer would change a step's number of rows, or repeat rows.
+
+        Also raises ValueError if the model has fewer embeddings than the rows have tokens or positions.
+        """
         trainer = self._running_trainer()
+        model = getattr(trainer.lightning_module, "model", None)
+        if isinstance(model, GPT):  # otherwise, a GPU would report an index out of range, without a reason
+            self._require_embeddings(model)
         if stage != "fit":
             return
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
@@ -205,6 +211,15 @@ class PackedDataModule(L.LightningDataModule):
                 f"trainer.max_steps must be from 0 to {self.max_steps}, the max_steps of the data module; got "
                 f"{trainer.max_steps}. More steps would repeat rows. If trainer.max_epochs is 1, any number is allowed"
             )
+
+    def _require_embeddings(self, model: GPT) -> None:
+        if model.config.vocab_size < self.vocab_size:
+            raise ValueError(
+                f"the model's vocab_size must be at least the tokenizer's vocabulary, {self.vocab_size}; "
+                f"got {model.config.vocab_size}"
+            )
+        longest = self.max_doc_len if self.reset_positions else None
+        model.require_seq_len(min(self.seq_len, longest or self.seq_len))
 
     def train_dataloader(self) -> TimedLoader:
         trainer = self._running_trainer()
@@ -306,7 +321,11 @@ class PackedDataModule(L.LightningDataModule):
         )  # fmt: skip
 
     def _running_trainer(self) -> L.Trainer:
-        assert self.trainer is not None, "Lightning attaches the trainer before it asks for a loader"
+        if self.trainer is None:
+            raise ValueError(
+                "a data module needs a trainer, such as in trainer.fit(module, data); got none. To read rows without a "
+                "trainer, use fa_train.data.batches.PackedRows(data, held_out=False, shuffle=True).batch(0, 1)"
+            )
         return self.trainer
 
     def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> TimedLoader:

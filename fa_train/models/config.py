@@ -99,6 +99,8 @@ class ModelConfig:
     family: Family | None = None
 
     def __post_init__(self) -> None:
+        if self.family is not None and not isinstance(self.family, Family):
+            raise ValueError(f"model.family must be a Family or None; got a {type(self.family).__name__}")
         self._require_sizes()
         for name, choices in (("norm", Norm), ("positions", Positions), ("activation", Activation), ("init", Init)):
             known, value = get_args(choices), getattr(self, name)

@@ -67,7 +67,8 @@ class GPT(nn.Module):
 
     memory: the settings that reduce GPU memory, or None to use none of them.
     config: the fields of fa_train.models.config.ModelConfig, which the YAML files in conf/model set.
-    Raises: ValueError if ModelConfig rejects a value, or `attention` does not support the model's soft cap.
+    Raises: ValueError if ModelConfig rejects a value, or `attention` is not a function or does not support the model's
+    soft cap.
     """
 
     origin: Origin | None = None  # the checkpoint from which the weights were loaded, or None if the weights are random
@@ -80,6 +81,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = ModelConfig(**config)
+        if not callable(attention):
+            raise ValueError(f"attention must be a function, such as sdpa_attention; got {attention}")
         extras = self.config.extras
         require_softcap(attention, extras.softcap)
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
@@ -96,6 +99,7 @@ class GPT(nn.Module):
         self.seed, device = torch.initial_seed(), torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values are not needed
             self._add_modules(attention, memory)
+        self.register_load_state_dict_post_hook(_tie_loaded)
         self.sources: list[Callable[[GPT], None]] = [GPT.init_weights]
         if device.type != "meta":
             self.materialise(device)
@@ -116,7 +120,7 @@ class GPT(nn.Module):
     def tie(self) -> None:
         """Gives the head the weight of the token embedding if the config ties the two weights.
 
-        Call `tie` again after parameters are replaced.
+        `load_state_dict` also calls `tie`. Call `tie` again after parameters are replaced in other ways.
         """
         if self.config.tied:
             self.head.weight = self.token_embedding.weight
@@ -450,6 +454,11 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
+
+
+def _tie_loaded(model: GPT, _: object) -> None:
+    """Ties the head after load_state_dict, which replaces parameters if assign=True."""
+    model.tie()
 
 
 def _distinct(values: Sequence[Value]) -> list[Value]:

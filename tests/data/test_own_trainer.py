@@ -9,6 +9,7 @@ import torch
 from fa_train.data.batches import PackedRows
 from tests.data.support import numbered
 from tests.data.support.fitting import Recorder
+from tests.models.support.gpt import build
 from tests.support.processes import start_server
 from tests.support.ranks import needs_ports, ranks_of_torchrun
 
@@ -112,6 +113,39 @@ def test_each_row_is_trained_on_once(recorder, settings, steps, tmp_path):
 
 def test_a_validation_needs_no_settings_of_the_training(tmp_path):
     trainer(tmp_path).validate(Recorder(), datamodule=make(), verbose=False)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda data: data.setup("fit"), id="setup"),
+        pytest.param(lambda data: data.train_dataloader(), id="train_dataloader"),
+        pytest.param(lambda data: data.val_dataloader(), id="val_dataloader"),
+    ],
+)
+def test_a_data_module_without_a_trainer_says_how_to_read_rows(use):
+    with pytest.raises(ValueError, match=r"^a data module needs a trainer, .*PackedRows\(data, "):
+        use(make())
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "fields", "message"),
+    [
+        pytest.param(41, {}, "the model's vocab_size must be at least .*, 41; got 40", id="vocabulary"),
+        pytest.param(
+            40,
+            {"positions": "learned", "max_seq_len": LENGTH - 1},
+            f".*documents of at most model.max_seq_len=15 tokens; got {LENGTH}",
+            id="learned-positions",
+        ),
+    ],
+)
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_a_model_with_too_few_embeddings_is_refused(run, vocab_size, fields, message, tmp_path):
+    module, data = Recorder(), make()
+    module.model, data.source.vocab_size = build(**fields), vocab_size
+    with pytest.raises(ValueError, match=f"^{message}"):
+        getattr(trainer(tmp_path, max_steps=STEPS, accumulate_grad_batches=4), run)(module, datamodule=data)
 
 
 @pytest.mark.slow

@@ -349,6 +349,13 @@ def test_a_tied_head_is_the_embedding():
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 40 * 32
 
 
+def test_loading_with_assign_keeps_the_head_tied():
+    model, weights = build(), build(seed=1).state_dict()
+    model.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
+    assert model.head.weight is model.token_embedding.weight
+    assert torch.equal(model.head.weight, weights["head.weight"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -375,6 +382,8 @@ def test_a_tied_head_is_the_embedding():
         pytest.param(
             {"family": Family(rope_layers=(True,) * 3)}, "family.rope_layers must have .*=2 entries; got 3", id="rope"
         ),
+        pytest.param({"family": {"softcap": 5.0}}, "model.family must be a Family or None; got a dict", id="family"),
+        pytest.param({"attention": "sdpa"}, "attention must be a function, .*; got sdpa", id="attention"),
         pytest.param({"family": Family(softcap=50.0)}, "attention=sdpa cannot cap scores", id="sdpa-softcap"),
         pytest.param(
             {"positions": "learned", "rope_scaling": LINEAR}, "rope_scaling needs model.positions=rope", id="scaling"

@@ -181,7 +181,6 @@ def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[
     if model.config.tied and reference is None:
         weights["head.weight"] = weights["token_embedding.weight"]  # sharded runs do not store head.weight
     model.load_state_dict(weights, assign=True, strict=reference is None)
-    model.tie()
     return model, content["global_step"]
 
 

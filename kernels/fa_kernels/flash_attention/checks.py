@@ -63,8 +63,10 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
         )
     if not (device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
-    if sinks is not None and (sinks.shape != (n_heads,) or sinks.dtype != torch.float32 or sinks.device != device):
-        raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {described(sinks)}")
+    if sinks is not None:
+        fits = isinstance(sinks, Tensor) and sinks.shape == (n_heads,)
+        if not fits or sinks.dtype != torch.float32 or sinks.device != device:
+            raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {described(sinks)}")
 
 
 def require_schedule_of(q: Tensor, k: Tensor, key_start: Tensor, query_start: Tensor, *, gradients: bool) -> None:
@@ -125,7 +127,8 @@ def require_slopes(slopes: Tensor, batch: int, q: Tensor) -> None:
     """
     n_heads = q.shape[-2]
     shapes = (n_heads,), (batch, n_heads)
-    if slopes.shape not in shapes or slopes.dtype != torch.float32 or slopes.device != q.device:
+    fits = isinstance(slopes, Tensor) and slopes.shape in shapes
+    if not fits or slopes.dtype != torch.float32 or slopes.device != q.device:
         raise ValueError(
             f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; got {described(slopes)}"
         )
@@ -141,7 +144,9 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
 
 
-def described(x: Tensor) -> str:
+def described(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
     return f"{tuple(x.shape)} {name_of(x.dtype)} on {x.device}"
 
 

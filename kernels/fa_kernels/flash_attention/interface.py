@@ -289,7 +289,10 @@ def _features(
     alibi: Sequence[Tensor],
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Features:
-    sinks = None if sinks is None else sinks.contiguous()  # kernels expect contiguous sinks
+    if sinks is not None:
+        if not isinstance(sinks, Tensor):
+            raise ValueError(f"sinks must be ({q.shape[-2]},) float32 on {q.device}; got {described(sinks)}")
+        sinks = sinks.contiguous()  # kernels expect contiguous sinks
     return Features(scale_of(q, softmax_scale), softcap_of(softcap), sinks, alibi, _descale(descales, q, k))
 
 
@@ -324,7 +327,8 @@ def _from_pages(
             f"and {tuple(v.shape)}"
         )
     if (
-        block_table.dim() != 2
+        not isinstance(block_table, Tensor)
+        or block_table.dim() != 2
         or block_table.shape[0] != n_docs
         or block_table.shape[1] == 0
         or block_table.dtype != torch.int32

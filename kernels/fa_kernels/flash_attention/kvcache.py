@@ -300,8 +300,8 @@ def _page_table(
         return cache_batch_idx[:, None]
     if block_table is None:
         return None
-    if block_table.dim() != 2 or block_table.shape[1] == 0:
-        raise ValueError(f"block_table must be (batch, pages per sequence); got {tuple(block_table.shape)}")
+    if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.shape[1] == 0:
+        raise ValueError(f"block_table must be (batch, pages per sequence) int32; got {described(block_table)}")
     _require_int32("block_table", block_table, (batch, block_table.shape[1]), k_cache.device)
     n_pages, page_size = k_cache.shape[:2]
     if n_pages == 0 or page_size == 0 or page_size % PAGE_UNIT:

@@ -178,6 +178,8 @@ def test_other_lengths_compile_nothing_anew():
         pytest.param({"out_dtype": torch.int32}, "out_dtype must be float16, .*; got int32", id="out-dtype"),
         pytest.param({"sinks": torch.zeros(4, device="meta")}, "sinks must be .* on meta", id="sinks"),
         pytest.param({"alibi_slopes": torch.zeros(4, device="meta")}, "alibi_slopes must .* on meta", id="alibi"),
+        pytest.param({"sinks": [0.0] * 4}, r"sinks must be \(4,\) float32 .*; got a list", id="list-of-sinks"),
+        pytest.param({"alibi_slopes": [0.5] * 4}, r"alibi_slopes must be \(4,\) .*; got a list", id="list-of-slopes"),
         pytest.param({"softcap": 1000.1}, "softcap must be .* at most 1000, .*; got 1000.1", id="softcap"),
         pytest.param({"k": torch.ones(2, 11, 0, 40)}, "same tokens and heads", id="no-k-heads"),
         pytest.param(
@@ -256,6 +258,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
     [
         pytest.param({"block_table": TABLE[:1]}, r"block_table must be \(2, pages .*got \(1, 2\) int32", id="rows"),
         pytest.param({"block_table": TABLE[:, :0]}, r"got \(2, 0\) int32", id="no-columns"),
+        pytest.param({"block_table": TABLE.tolist()}, r"block_table must be \(2, pages .*got a list", id="list"),
         pytest.param({"block_table": TABLE.long()}, r"int32 on .*; got \(2, 2\) int64", id="dtype"),
         pytest.param(
             {"block_table": TABLE + 3}, r"block_table must hold pages from 0 to 2; got \[3, 3, 3\]", id="no-such-page"

@@ -306,6 +306,7 @@ ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
         pytest.param({"cache_leftpad": int32(1)}, r"cache_leftpad must be \(2,\)", id="leftpad"),
         pytest.param({"cache_batch_idx": int32(1)}, r"cache_batch_idx must be \(2,\)", id="batch-idx"),
         pytest.param({"block_table": int32(0, 1)}, r"block_table must be \(batch, pages", id="table-rank"),
+        pytest.param({"block_table": [[0], [1]]}, r"block_table must be \(batch, .*; got a list", id="list-of-pages"),
         pytest.param(
             {"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 1)}, "must be None with", id="both"
         ),
