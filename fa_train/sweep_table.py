@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from fa_train.parallel.ranks import given_rank
 
 FILE = "sweep.csv"
-# in seconds; the modification time of a new file can be too early by this much, because the kernel's clock is coarse
+# in seconds; a new file's modification time can be too early by this much, because the system's clock is coarse
 CLOCK_STEP = 0.02
 # maps a metric of result.json to a column of the printed table, and to the format of the column's values
 PRINTED = {

@@ -20,8 +20,8 @@ def runs_folder(run_name: object) -> Path:
 def override_for(checkpoint: Path, runs: Path) -> str:
     """Returns the override of train.py that resumes from `checkpoint`: ckpt_path=last or ckpt_path=<path>.
 
-    The override is ckpt_path=last if `checkpoint` is in a folder that ckpt_path=last searches. A path with special
-    characters is quoted for Hydra and for the shell. runs: as for checkpoint_path.
+    A checkpoint in the folder of a run name gets the override ckpt_path=last, and any other checkpoint gets its path. A
+    path with special characters is quoted for Hydra and for the shell. runs: as for checkpoint_path.
     """
     if runs.resolve() in checkpoint.resolve().parents[1:3]:
         return "ckpt_path=last"

@@ -88,7 +88,7 @@ class PackedRows:
                 )
 
     def _require_validation_labels(self, data: "PackedDataModule") -> None:
-        """Raises: ValueError if documents are held out, but no row of a validation has a label."""
+        """Raises: ValueError if documents are held out, but none of the rows for validation has a label."""
         reports = [layout.report for layout in self.layouts.values()]
         tokens = sum(report.tokens_in for report in reports)
         if not tokens or any((self._row(i).labels != IGNORE_INDEX).any() for i in range(self.counted or 0)):

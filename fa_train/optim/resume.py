@@ -102,7 +102,7 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
     `saved` has no names of weights, so the check compares the numbers of weights. For the optimizers of fa_train and
     most optimizers of torch, the check also compares the shapes of the moments. With a moment of another shape, a fused
     optimizer of torch would write outside its memory.
-    Raises: ValueError if the number of weights in a group, or the shape of a moment, differs.
+    Raises: ValueError if a group of `saved` has another number of weights, or a moment has another shape.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
     if own != theirs:

@@ -330,7 +330,7 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
     ],
 )
 def test_slow_copies_change_no_result(checkpointing, offloaded, mlp_chunk, compiled, device, monkeypatch):
-    """Each copy is delayed, so that code that does not wait for copies would read or overwrite the wrong memory."""
+    """The test delays each copy. Code that does not wait for a copy would then read or overwrite the wrong memory."""
     batch = stream(device, [4000, 96])
     expected = step(small_gpt(levers(checkpointing), device, n_layers=6), batch)
     model = small_gpt(levers(checkpointing, offload=offloaded, mlp_chunk=mlp_chunk), device, n_layers=6)

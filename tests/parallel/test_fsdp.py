@@ -1,4 +1,4 @@
-"""Tests runs of two processes on the CPU."""
+"""Trains with strategy=fsdp in two processes on the CPU."""
 
 import itertools
 import os

@@ -27,8 +27,8 @@ def test_the_table_has_every_script():
     assert programs == SCRIPTS.keys()
 
 
-# Imports the libraries once, and then runs each script in a forked process. No module of the repository is imported
-# before the fork, so each script must find the repository itself.
+# Imports the libraries once, and then runs each script in a forked process. The parent process imports no module of the
+# repository, so each script must itself add the repository to sys.path.
 PROGRAM = """
 import ast, os, runpy, sys, traceback
 import hydra, lightning, torch, transformers

@@ -69,7 +69,8 @@ class ChatCorpus:
       Dolly: {"instruction", "context", "response"}. The value of "context" may be missing or empty. The column
       "context" may be named "input".
       Question and answer: {"question", "answer"} or {"query", "response"}.
-    The content of a message is a text, or a list of parts {"type": "text", "text"}, whose texts are concatenated.
+    The content of a message is a string, or a list of parts {"type": "text", "text": ...}. The strings of the parts are
+    concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
     skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a

@@ -44,7 +44,7 @@ def moments_of(plan: Plan) -> list[Moment]:
 
 
 class _Step:
-    """Computes the memory use at points in time of a training step. All integer attributes are sizes in bytes."""
+    """Computes the memory use at several moments of a training step. All integer attributes are sizes in bytes."""
 
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run

@@ -2,8 +2,8 @@
 
 The formulas count every tensor that the model's code saves or allocates. The peak is at one of the moments that
 moments.py lists, for example at the loss, in the backward of a block, or in the optimizer's update.
-tests/memory/planner/test_planner.py compares the prediction with the memory of the model on fake tensors, and with
-peaks that were measured on GPUs.
+tests/memory/planner/test_planner.py compares predictions with two things: the memory of the model's step on fake
+tensors, and peaks that were measured on GPUs.
 
 The prediction assumes attention=flash. Other kinds of attention need at least as much memory as flash attention.
 The formulas assume matrix products in bf16 or fp32, even with lit_gpt.float8.

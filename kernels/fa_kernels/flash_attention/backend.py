@@ -240,8 +240,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
     The portable kernels need one fp32 value, delta, per query and head. The Hopper kernels need three fp32 values per
-    query and head, including delta. The fused Hopper kernel (hopper/backward/fused.py) also stores dQ
-    in fp32, which takes `head_dim` values per query and head.
+    query and head, including delta. The fused Hopper kernel (hopper/backward/fused.py) also stores
+    dQ, which has `head_dim` fp32 values per query and head.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4

@@ -350,8 +350,8 @@ def _backward_flops(do_shape, dlse_shape, q_shape, k_shape, v_shape, *args, out_
 def _pairs(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
     """Returns the number of (query, key) pairs in all heads. Masked pairs are included, as in torch's formulas.
 
-    In a batch, only pairs within a sequence count. In a packed stream, pairs across documents also count, because
-    shapes do not tell the lengths of documents.
+    In a batch, the number includes only pairs within one sequence. In a packed stream, it also includes pairs of
+    different documents, because shapes do not tell the lengths of documents.
     """
     *batch, seqlen_q, n_heads, _ = q_shape
     return math.prod(batch) * n_heads * seqlen_q * k_shape[-3]

@@ -265,7 +265,7 @@ class _Recording:
     Lists of addresses have this order: inputs that launches read, allocations, slices of the last allocation.
     """
 
-    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
+    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # returns the inputs that the recorded kernels read
     allocations: list[Callable[[], Tensor]]  # small temporary tensors are slices of the last allocation
     constants: list[Any]
     maps: list[_Map]

@@ -1,5 +1,5 @@
-"""A call runs the registered operator if other code observes the call, and otherwise takes the direct path (see
-ops.py).
+"""A call runs the registered operator while torch.compile, a profiler or a similar tool watches operators. Otherwise, a
+call takes the direct path (see ops.py).
 """
 
 from contextlib import nullcontext

@@ -115,7 +115,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     os.environ.update(environments[rank])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    traffic_module.MIN_PAIRS = 0  # makes attention run twice on each rank, even for little work
+    traffic_module.MIN_PAIRS = 0  # makes each rank call attention twice, as it does for long rows
     whole_module.MAX_DOCUMENTS = 0  # makes ranks hold parts of documents, so that ranks send keys
     register_group("two", dist.new_group(range(RANKS)))
     exact = gradients(rank, False, torch.float32)

@@ -206,8 +206,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV can overwrite K in shared memory, because only this warpgroup reads K. Results would also be correct without
-    # `wait_full`, but all measured times of this kernel include this call.
+    # dV can overwrite K in shared memory, because only this warpgroup reads K. `wait_full` is not needed for correct
+    # results. It is kept because all times of this kernel were measured with it.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

@@ -48,7 +48,7 @@ def new_buffers(descs, PLACES: gl.constexpr):
 
 @gluon.jit
 def at(buffers, place):
-    """Returns a tuple with one tile per buffer: the tile at index `place`."""
+    """Returns a tuple that has the tile with index `place` of each buffer."""
     tiles = ()
     for i in gl.static_range(len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -67,7 +67,7 @@ def both_at(a, b, place):
 
 @gluon.jit
 def with_rest_at(tiles, buffers, place):
-    """Returns a tuple with one tile per buffer: the tile at index `place`.
+    """Returns a tuple that has the tile with index `place` of each buffer.
 
     The argument `tiles` contains the tiles of the first len(tiles) buffers. The function appends the tiles of the
     remaining buffers.
