@@ -47,12 +47,16 @@ for reporter in ("profilers", "callbacks.model_summary"):  # these loggers print
 # with memory=selective or offload, torch warns that compiled blocks must have no in-place operators. Our blocks have
 # none.
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+# torch 2.13 warns about the enums of torchao 0.18, which Liger imports on a GPU
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 # Lightning 2.6 uses a deprecated function of torch in every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 # resuming within an epoch is exact, because the data module starts at the checkpoint's step
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 # the last step is always logged, so a short run has metrics
 warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
+# Lightning constructs DDP on a stream of its own, and torch 2.13 warns that this may need more synchronisation
+warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 # val/loss is already a mean over all ranks
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
 # the data module prints its own message if no data are held out
