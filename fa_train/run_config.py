@@ -157,9 +157,10 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
-    own = json.dumps(config, default=str)
+    own = json.dumps(to_container(cfg, resolve=False), default=str)  # ${oc.env:RANK} may have other values elsewhere
     of_rank_zero = decided_by_rank_zero("settings", lambda: own)
-    early_checks.require_equal_settings(json.loads(own), json.loads(of_rank_zero), given_rank())
+    if own != of_rank_zero:
+        early_checks.require_equal_settings(json.loads(own), json.loads(of_rank_zero), given_rank())
     logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return
