@@ -229,7 +229,8 @@ class PackedDataModule(L.LightningDataModule):
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         report = self.report(rows.layouts)
         trainer.print(report.text())
-        require_same_on_all_ranks(report, trainer)
+        if self._rows_per_epoch is None:  # later, a callback of rank 0 alone may ask for a loader
+            require_same_on_all_ranks(report, trainer)
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
             percent = (100 * self.source.rows_a_cycle / CYCLE).tolist()
