@@ -14,7 +14,8 @@ from fa_train.parallel.ranks import devices_per_node
 from fa_train.settings import leaves, shown
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-LOCAL = {"run_name", "logger", "num_workers", "devices"}  # keys and nodes whose values may differ between machines
+# keys and nodes whose values may differ between machines; only rank 0's ckpt_path is used
+LOCAL = {"run_name", "logger", "num_workers", "devices", "ckpt_path", "path", "val_path", "cache_dir"}
 
 
 def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
@@ -53,7 +54,9 @@ def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, An
 
     With other settings, ranks would wait for each other, or silently train in different ways. Texts with a slash may
     differ, because they can be paths of one machine. Keys in `LOCAL` may differ too.
-    Raises: ValueError that names the first setting that differs. rank: the rank that has `own`, for the error message.
+    own, of_rank_zero: configs with unresolved interpolations. An interpolation such as ${oc.env:RANK} equals itself.
+    rank: the rank that has `own`, for the error message.
+    Raises: ValueError that names the first setting that differs.
     """
     nothing = object()
     values, wanted = dict(leaves("", own)), dict(leaves("", of_rank_zero))

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -150,16 +150,26 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
 
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
-    Raises: ValueError if settings exclude each other, or differ between ranks. ValueError if W&B must log online but
-    has no API key. ValueError if W&B would refuse the name of the project or the value of WANDB_MODE or WANDB_RESUME.
+    Raises: ValueError if settings exclude each other, or differ between ranks. The ValueError of `require_wandb`.
     """
     if has_own_launcher():
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
-    own = json.dumps(config, default=str)
+    own = json.dumps(to_container(cfg, resolve=False), default=str)  # ${oc.env:RANK} may have other values elsewhere
     of_rank_zero = decided_by_rank_zero("settings", lambda: own)
-    early_checks.require_equal_settings(json.loads(own), json.loads(of_rank_zero), given_rank())
+    if own != of_rank_zero:
+        early_checks.require_equal_settings(json.loads(own), json.loads(of_rank_zero), given_rank())
+    decided_by_rank_zero("logger", partial(require_wandb, config))
+
+
+def require_wandb(config: Mapping[str, Any]) -> None:
+    """Checks whether W&B can log, if the run uses W&B. Only rank 0 logs, so other ranks may have other loggers.
+
+    config: the whole config as a dict.
+    Raises: ValueError if W&B must log online but has no API key. ValueError if W&B would refuse the name of the project
+    or the value of WANDB_MODE or WANDB_RESUME.
+    """
     logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return
@@ -175,7 +185,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     if not isinstance(mode, str):  # by default, logger.mode is a config node that chooses the mode
         setting, mode = "WANDB_MODE", os.environ.get("WANDB_MODE")
     if mode == "online":
-        decided_by_rank_zero("api_key", partial(require_api_key, f"{setting}=online"))
+        require_api_key(f"{setting}=online")
 
 
 def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -417,10 +417,10 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
 
 
 def as_list(hint: Any) -> Any:
-    """Returns a type hint with tuples replaced by sequences, because YAML has no tuples."""
+    """Returns a type hint with tuples replaced by sequences and without `| Path`, because YAML has neither."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Union or origin is UnionType:
-        return Union[tuple(map(as_list, arguments))]  # noqa: UP007
+        return Union[tuple(as_list(argument) for argument in arguments if argument is not Path)]  # noqa: UP007
     if origin is not tuple or not arguments:
         return hint
     if arguments[-1] is ...:

@@ -60,6 +60,8 @@ def test_settings_that_exclude_each_other_start_no_ranks(overrides, message, tmp
         pytest.param({"a": 1}, {"a": 1, "b": 2}, "b must be equal .*; got no value on rank 1 and 2", id="missing"),
         pytest.param({"a": 1, "b": None}, {"a": 1}, "b must be .*; got null on rank 1 and no value", id="additional"),
         pytest.param({"cache_dir": "/scratch/1"}, {"cache_dir": None}, None, id="path"),
+        pytest.param({"data": {"path": "corpus"}}, {"data": {"path": "copy"}}, None, id="name-of-a-folder"),
+        pytest.param({"ckpt_path": None}, {"ckpt_path": "last"}, None, id="checkpoint"),
         pytest.param({"data": {"num_workers": 1}}, {"data": {"num_workers": 2}}, None, id="workers"),
         pytest.param({"logger": {"tags": ["a"]}}, {"logger": {"tags": []}}, None, id="logger"),
     ],
@@ -79,9 +81,19 @@ def test_the_settings_of_ranks_are_compared_before_they_start(tmp_path, monkeypa
         start(tmp_path)
 
 
+def test_environment_variables_may_differ_between_ranks(tmp_path, monkeypatch):
+    sent: list[str] = []
+    monkeypatch.setattr(run_config, "decided_by_rank_zero", lambda question, decide: sent.append(decide()) or sent[0])
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        start(tmp_path, "+trainer.profiler.filename=rank${oc.env:RANK}")
+    assert len(sent) == 2
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
+        pytest.param(["+learning_rate.lora=nan"], id="nan"),
         pytest.param(["trainer.devices=4"], id="ddp"),
         pytest.param(["strategy=fsdp", "trainer.devices=8", "strategy.context=2"], id="context"),
         pytest.param(["optimizer=adamw_master", "trainer.precision=bf16-true"], id="master"),

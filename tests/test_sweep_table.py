@@ -55,6 +55,13 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
     assert [row["outcome"] for row in (first, second)] == ["ok", "oom"] and second["train/loss"] == ""
 
 
+def test_a_multirun_of_one_process_has_a_table_although_the_cluster_has_set_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    finish(SweepTable(), tmp_path, 0, ["seed=0"], {"train/loss": 1.5})
+    print_tables()
+    assert (tmp_path / "sweep.csv").exists()
+
+
 def test_a_second_multirun_in_a_folder_keeps_the_first_file_and_shows_no_old_result(tmp_path, capsys):
     finish(SweepTable(), tmp_path, 0, ["seed=0"], {"train/loss": 1.5})
     print_tables()
@@ -101,6 +108,7 @@ def test_a_multirun_with_a_failed_job_ends_with_its_table_and_the_error(tmp_path
 def test_other_runs_have_no_table(tmp_path, monkeypatch, capsys, case):
     config = job_config(tmp_path, 0, RunMode.RUN if case == "single run" else RunMode.MULTIRUN)
     if case.startswith("other rank"):
+        monkeypatch.setenv("SLURM_NTASKS" if "srun" in case else "TORCHELASTIC_RUN_ID", "2")
         monkeypatch.setenv("SLURM_PROCID" if "srun" in case else "RANK", "1")
     if case == "sweep with its own report":
         config.sweep_job = {"_target_": "builtins.dict"}

@@ -130,6 +130,22 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
         run_config.require_start(cfg, 1)
 
 
+def test_only_rank_0_needs_a_key(tmp_path, monkeypatch):
+    """A rank that must log online would wait without an end if it asked a question that rank 0 does not answer."""
+    questions = []
+
+    def answer(question, decide):
+        questions.append(question)
+        return decide() if question == "settings" else None
+
+    monkeypatch.setattr("wandb.login", Mock(return_value=False))
+    monkeypatch.setattr(run_config, "decided_by_rank_zero", answer)
+    for mode in ("online", "offline"):
+        with composed(tmp_path, *tiny(tmp_path, "logger=wandb", f"logger.mode={mode}")) as cfg:
+            run_config.require_start(cfg, 1)
+    assert questions == 2 * ["settings", "logger"]
+
+
 @pytest.mark.parametrize(
     ("name", "known"),
     [("WANDB_MODE", "online, offline, shared, disabled, dryrun, run"), ("WANDB_RESUME", "allow, must, never, auto")],

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import lightning as L
@@ -229,7 +230,8 @@ class PackedDataModule(L.LightningDataModule):
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         report = self.report(rows.layouts)
         trainer.print(report.text())
-        require_same_on_all_ranks(report, trainer)
+        if self._rows_per_epoch is None:  # later, a callback of rank 0 alone may ask for a loader
+            require_same_on_all_ranks(report, trainer)
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
             percent = (100 * self.source.rows_a_cycle / CYCLE).tolist()
@@ -264,9 +266,8 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
-        The method compares first the entry `settings`, then the entry `counts` (the numbers of rows), and then the
-        entry `sources` (the sources of a mixture). If several entries differ, the result names
-        only the differences in the first of them.
+        The method compares the entries `settings`, `counts` (the numbers of rows) and `sources` (the sources of a
+        mixture), in this order. The result names only the differences of the first entry that differs.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
@@ -423,11 +424,11 @@ def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> Pac
 
 
 def text_data(
-    path: NonEmptyText,
+    path: NonEmptyText | Path,
     text_column: str,
     tokenizer: str | None,
     cache_dir: str | None,
-    val_path: NonEmptyText | None = None,
+    val_path: NonEmptyText | Path | None = None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
     """Returns a data module with text files.
@@ -454,11 +455,11 @@ def hf_data(
 
 
 def sft_data(
-    path: NonEmptyText,
+    path: NonEmptyText | Path,
     tokenizer: str | None,
     chat_template: str | None,
     cache_dir: str | None,
-    val_path: NonEmptyText | None = None,
+    val_path: NonEmptyText | Path | None = None,
     skip_invalid: bool = False,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:

@@ -30,7 +30,7 @@ class WeightedCorpus:
     weight: float
 
 
-def text_part(path: NonEmptyText, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
+def text_part(path: NonEmptyText | Path, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
     """Returns a corpus of text files with its weight in a mixture."""
     return WeightedCorpus(TextCorpus(path, text_column), weight)
 
@@ -42,7 +42,7 @@ def hf_part(
     return WeightedCorpus(HFCorpus(name, config, split, text_column), weight)
 
 
-def sft_part(path: NonEmptyText, weight: PositiveFloat, skip_invalid: bool = False) -> WeightedCorpus:
+def sft_part(path: NonEmptyText | Path, weight: PositiveFloat, skip_invalid: bool = False) -> WeightedCorpus:
     """Returns a corpus of chats with its weight in a mixture."""
     return WeightedCorpus(ChatCorpus(path, skip_invalid), weight)
 

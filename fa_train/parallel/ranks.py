@@ -26,7 +26,7 @@ def is_one_of_several() -> bool:
 
 def given_rank() -> str | None:
     """Returns the rank number that a launcher gave this process, or None if no launcher started this process."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID")) if is_launched() else None
 
 
 def has_own_launcher() -> bool:

@@ -371,6 +371,20 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
         assert report.metrics()["packing/rows_skipped"] == 3
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_files_may_be_given_as_text_or_as_path(kind, tmp_path):
+    for name in ("path", "val_path"):
+        write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5))
+    files = [kind(tmp_path / f"{name}.jsonl") for name in ("path", "val_path")]
+    tokenizer, cache = save_tokenizer(tmp_path / "tokenizer"), str(tmp_path / "cache")
+    data = sft_data(files[0], tokenizer, None, cache, files[1], packing="best_fit", **OPTIONS)
+    assert data.layouts(held_out=True)[""].report.documents == 5
+    write_jsonl(tmp_path / "texts.jsonl", [{"text": "a text"}] * 3)
+    data = text_data(kind(tmp_path / "texts.jsonl"), "text", None, cache, packing="best_fit", **OPTIONS)
+    data.prepare_data()
+    assert data.source.corpus.name == str(tmp_path / "texts.jsonl")
+
+
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}

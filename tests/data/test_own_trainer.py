@@ -80,6 +80,20 @@ def test_a_rank_with_other_documents_than_rank_0_is_refused(tmp_path, monkeypatc
     assert not recorder.seen
 
 
+def test_rank_0_alone_may_ask_for_another_loader(tmp_path, monkeypatch):
+    """A broadcast by one rank would meet another collective of the other ranks, such as that of gradients."""
+
+    class Peek(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            monkeypatch.setattr(trainer.strategy, "broadcast", lambda values: pytest.fail("the other ranks are absent"))
+            next(iter(trainer.datamodule.train_dataloader()))
+            monkeypatch.undo()
+
+    own = trainer(tmp_path, max_steps=STEPS, accumulate_grad_batches=4, callbacks=[Peek()])
+    own.fit(Recorder(), datamodule=make())
+    assert own.global_step == STEPS
+
+
 class StepsItself(Recorder):
     """Accumulates gradients itself. Lightning then requires accumulate_grad_batches=1."""
 

@@ -221,6 +221,7 @@ def test_ranks_show_tracebacks_only_if_the_user_wants_them(show, environment):
 def test_only_rank_0_says_that_ctrl_c_came_before_training(environment, capsys):
     exits = []
     environment.setattr(os, "_exit", exits.append)
+    environment.setenv("TORCHELASTIC_RUN_ID", "none")
     for rank in "01":
         environment.setenv("RANK", rank)
         with failures_reported((ValueError,)):
@@ -490,6 +491,7 @@ def test_other_machines_learn_which_rank_made_a_mistake(monkeypatch):
     """A mistake of the user can exist on only one of several machines, for example a missing folder."""
     told: list[str] = []
     monkeypatch.setattr(rank_store, "tell_reason", told.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "1")
     assert failures._shared("mistake", "data.path must exist") == "data.path must exist"
     assert failures._shared("out of memory", "out of memory") == "rank 1 ran out of memory"

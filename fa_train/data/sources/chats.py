@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fa_train.data.sources.corpus import is_saved_dataset, load_hf_dataset
@@ -81,7 +82,8 @@ class ChatCorpus:
     a row that is not a valid chat.
     """
 
-    def __init__(self, path: str, skip_invalid: bool = False, say: Callable[[str], object] = print) -> None:
+    def __init__(self, path: str | Path, skip_invalid: bool = False, say: Callable[[str], object] = print) -> None:
+        path = str(path)
         self.name, self.skip_invalid, self.n_skipped, self.say = path, skip_invalid, 0, say
         self._rows: FileRows | HubRows
         if path.startswith(HUB) or is_saved_dataset(path):

@@ -78,7 +78,9 @@ class WithValidation(Generic[Document]):
         self.parts = {TRAINING: training, VALIDATION: validation}
 
     @classmethod
-    def read(cls, read: Callable[[str], Corpus[Document]], path: str, val_path: str | None) -> Corpus[Document]:
+    def read(
+        cls, read: Callable[[str | Path], Corpus[Document]], path: str | Path, val_path: str | Path | None
+    ) -> Corpus[Document]:
         """Reads the corpora at `path` and `val_path`. If val_path is None, returns read(path).
 
         Raises: the ValueError of `read`. If the error concerns val_path, the message says so.
@@ -154,7 +156,8 @@ class TextCorpus:
     UTF-8, or if a row has no text_column.
     """
 
-    def __init__(self, path: str, text_column: str) -> None:
+    def __init__(self, path: str | Path, text_column: str) -> None:
+        path = str(path)
         if is_saved_dataset(path):
             raise ValueError(
                 f"data.path must be text files; {path} is a dataset that save_to_disk has written. Use data=hf "

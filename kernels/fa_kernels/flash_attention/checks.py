@@ -64,9 +64,15 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     if not (device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
     if sinks is not None:
-        fits = isinstance(sinks, Tensor) and sinks.shape == (n_heads,)
-        if not fits or sinks.dtype != torch.float32 or sinks.device != device:
-            raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {described(sinks)}")
+        require_sinks(sinks, q)
+
+
+def require_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raises ValueError unless sinks are (n_heads,) float32 on q's device. Shapes: q (..., n_heads, head_dim)."""
+    n_heads = q.shape[-2]
+    fits = isinstance(sinks, Tensor) and sinks.shape == (n_heads,)
+    if not fits or sinks.dtype != torch.float32 or sinks.device != q.device:
+        raise ValueError(f"sinks must be ({n_heads},) float32 on {q.device}; got {described(sinks)}")
 
 
 def require_schedule_of(q: Tensor, k: Tensor, key_start: Tensor, query_start: Tensor, *, gradients: bool) -> None:

@@ -20,6 +20,7 @@ from fa_kernels.flash_attention.checks import (
     name_of,
     require_consistent,
     require_constant,
+    require_sinks,
     require_slopes,
     scale_of,
     shapes_of,
@@ -290,8 +291,7 @@ def _features(
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Features:
     if sinks is not None:
-        if not isinstance(sinks, Tensor):
-            raise ValueError(f"sinks must be ({q.shape[-2]},) float32 on {q.device}; got {described(sinks)}")
+        require_sinks(sinks, q)
         sinks = sinks.contiguous()  # kernels expect contiguous sinks
     return Features(scale_of(q, softmax_scale), softcap_of(softcap), sinks, alibi, _descale(descales, q, k))
 
