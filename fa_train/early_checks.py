@@ -49,7 +49,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         require_no_upload(config["logger"])
 
 
-def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, Any], rank: str | None) -> None:
+def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, Any], rank: int) -> None:
     """Checks that a rank has the settings of rank 0.
 
     With other settings, ranks would wait for each other, or silently train in different ways. Texts with a slash may

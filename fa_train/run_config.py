@@ -18,9 +18,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 
 from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
-from fa_train.parallel.decisions import decided_by_rank_zero
+from fa_train.parallel.decisions import compared_by_rank_zero, decided_by_rank_zero
 from fa_train.parallel.failures import ctrl_c_raises
-from fa_train.parallel.ranks import given_rank, has_own_launcher, told, world_size
+from fa_train.parallel.ranks import has_own_launcher, told, world_size
 
 OF_LAUNCHER = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")  # overrides that ranks must not get
 FORBIDDEN_IN_PROJECT = "/\\#?%:"  # characters that the name of a W&B project must not contain
@@ -157,10 +157,13 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
     own = json.dumps(to_container(cfg, resolve=False), default=str)  # ${oc.env:RANK} may have other values elsewhere
-    of_rank_zero = decided_by_rank_zero("settings", lambda: own)
-    if own != of_rank_zero:
-        early_checks.require_equal_settings(json.loads(own), json.loads(of_rank_zero), given_rank())
+    compared_by_rank_zero("settings", own, partial(require_equal_settings, own))
     decided_by_rank_zero("logger", partial(require_wandb, config))
+
+
+def require_equal_settings(own: str, rank: int, of_rank: str) -> None:
+    """Checks the settings of `rank` on rank 0. own, of_rank: configs in JSON. Raises: ValueError if they differ."""
+    early_checks.require_equal_settings(json.loads(of_rank), json.loads(own), rank)
 
 
 def require_wandb(config: Mapping[str, Any]) -> None:

@@ -69,25 +69,25 @@ def test_settings_that_exclude_each_other_start_no_ranks(overrides, message, tmp
 def test_ranks_with_other_settings_are_refused(own, of_rank_zero, message):
     """The ranks would wait for each other without an end, or train in different ways without an error."""
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        early_checks.require_equal_settings(own, of_rank_zero, "1")
+        early_checks.require_equal_settings(own, of_rank_zero, 1)
 
 
 def test_the_settings_of_ranks_are_compared_before_they_start(tmp_path, monkeypatch):
-    def other(question, decide):
-        return decide().replace('"batch_size": 4', '"batch_size": 8')
+    def other(question, own, compare):
+        compare(1, own.replace('"batch_size": 4', '"batch_size": 8'))
 
-    monkeypatch.setattr(run_config, "decided_by_rank_zero", other)
-    with pytest.raises(ValueError, match=r"batch_size must be equal on all ranks; got 4 on rank .* and 8 on rank 0"):
+    monkeypatch.setattr(run_config, "compared_by_rank_zero", other)
+    with pytest.raises(ValueError, match=r"batch_size must be equal on all ranks; got 8 on rank 1 and 4 on rank 0"):
         start(tmp_path)
 
 
 def test_environment_variables_may_differ_between_ranks(tmp_path, monkeypatch):
     sent: list[str] = []
-    monkeypatch.setattr(run_config, "decided_by_rank_zero", lambda question, decide: sent.append(decide()) or sent[0])
+    monkeypatch.setattr(run_config, "compared_by_rank_zero", lambda question, own, compare: sent.append(own))
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         start(tmp_path, "+trainer.profiler.filename=rank${oc.env:RANK}")
-    assert len(sent) == 2
+    assert len(sent) == 2 and sent[0] == sent[1]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,7 @@ def test_a_launcher_starts_one_rank_for_each_device(devices, nodes, started, got
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", str(started))
     monkeypatch.setattr(run_config, "decided_by_rank_zero", lambda question, decide: decide())  # there is no rank 0
+    monkeypatch.setattr(run_config, "compared_by_rank_zero", lambda question, own, compare: None)
     message = f"num_nodes must be {started}, the number of ranks that torchrun or srun has started; got {got}"
     with nullcontext() if got is None else pytest.raises(ValueError, match=re.escape(message)):
         start(tmp_path, f"trainer.devices={devices}", f"trainer.num_nodes={nodes}")

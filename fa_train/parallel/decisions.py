@@ -30,6 +30,21 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
     return decide()
 
 
+def compared_by_rank_zero(question: str, own: str, compare: Callable[[int, str], None]) -> None:
+    """Calls compare(rank, text) on rank 0 for every rank whose text differs from the text `own` of rank 0.
+
+    question: a unique name for the comparison. own: the text of this rank.
+    Raises: ValueError on all ranks if compare() raises it, or if a rank does not send its text.
+    """
+    if not is_launched():
+        return
+    from fa_train.parallel import rank_store  # this module imports torch and Lightning, which takes seconds
+
+    ranks = rank_store.launched_ranks()
+    if ranks is not None:
+        rank_store.compared_through_store(ranks, question, own, compare)
+
+
 def fresh_folder(wanted: str) -> str:
     """Creates the folder `wanted` and returns its path.
 

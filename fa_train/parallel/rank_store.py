@@ -75,6 +75,32 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
     return told["answer"]
 
 
+def compared_through_store(
+    ranks: ClusterEnvironment, question: str, own: str, compare: Callable[[int, str], None]
+) -> None:
+    """Compares the texts of all ranks on rank 0, as fa_train.parallel.decisions.compared_by_rank_zero.
+
+    Every rank gets the error of rank 0. Otherwise, rank 0 would wait for a rank that has ended with its own error.
+    """
+    store, others = _store(), range(1, ranks.world_size())
+    key = _key(question, str(_ASKED[question] + 1), "text")
+    if ranks.global_rank() != 0:
+        store.set(f"{key}/{ranks.global_rank()}", own)
+
+    def check() -> None:
+        try:
+            store.wait([f"{key}/{rank}" for rank in others], PATIENCE)
+        except DistStoreError:
+            missing = [rank for rank in others if not store.check([f"{key}/{rank}"])]
+            raise ValueError(f"all ranks must start within {PATIENCE}; got no message from ranks {missing}") from None
+        for rank in others:
+            text = store.get(f"{key}/{rank}").decode()
+            if text != own:
+                compare(rank, text)
+
+    decided_through_store(ranks, question, check)
+
+
 def _wait(store: TCPStore, key: str) -> None:
     """Waits for rank 0's answer, without a time limit: rank 0 may check a large checkpoint on a slow file system.
 

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from fa_train import training
 from fa_train.memory.memory import Levers
 from fa_train.parallel import rank_store
-from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
+from fa_train.parallel.decisions import compared_by_rank_zero, decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import TOLD
 from tests.support.processes import start_server
@@ -110,6 +110,14 @@ def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str
     with pytest.raises(ValueError, match="a mistake of rank 0"):
         decided_by_rank_zero("mistake", mistake)
 
+    compared_by_rank_zero("equal", "text", refuse)
+    with pytest.raises(ValueError, match="got text 1 of rank 1"):
+        compared_by_rank_zero("other", f"text {rank}", refuse)
+
+
+def refuse(rank: int, text: str) -> None:
+    raise ValueError(f"got {text} of rank {rank}")
+
 
 def mistake() -> None:
     raise ValueError(f"a mistake of rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}")
@@ -124,6 +132,19 @@ def test_a_rank_waits_for_a_slow_decision(monkeypatch):
     slow.start()
     rank_one = SimpleNamespace(global_rank=lambda: 1)
     assert rank_store.decided_through_store(rank_one, "slow", Mock()) == "a.ckpt"
+
+
+@needs_ports
+def test_a_rank_that_sends_no_settings_is_named(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(rank_store, "_store", lambda: store)
+    monkeypatch.setattr(rank_store, "PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr(rank_store, "GOODBYE", timedelta(seconds=0.1))
+    store.set("fa_train/0/late/1/text/1", "own")
+    with pytest.raises(ValueError, match=r"must start within .*; got no message from ranks \[2\]"):
+        rank_store.compared_through_store(
+            SimpleNamespace(global_rank=lambda: 0, world_size=lambda: 3), "late", "own", Mock()
+        )
 
 
 def test_a_rank_does_not_wait_for_a_rank_that_has_ended(monkeypatch):
