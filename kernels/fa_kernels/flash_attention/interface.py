@@ -26,7 +26,7 @@ from fa_kernels.flash_attention.checks import (
     softcap_of,
 )
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.ops import flash_attention_forward, needs_gradients
+from fa_kernels.flash_attention.ops import differentiable_attention, needs_gradients
 from fa_kernels.flash_attention.schedule import (
     LONG_DOCUMENT,
     Schedule,
@@ -121,7 +121,9 @@ def flash_attn_func(
     if schedule is None:
         schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window)
     wants_lse = return_lse or return_attn_probs
-    o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
+    o, lse = differentiable_attention(
+        q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic=deterministic, wants_lse=wants_lse
+    )
     if lse is not None:
         lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return _outputs(o, lse, q, return_attn_probs)
@@ -213,7 +215,9 @@ def flash_attn_varlen_func(
     alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
     features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
     wants_lse = return_lse or return_attn_probs
-    o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
+    o, lse = differentiable_attention(
+        q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic=deterministic, wants_lse=wants_lse
+    )
     return _outputs(o, lse, q, return_attn_probs)
 
 
@@ -238,7 +242,8 @@ def flash_attn_packed(
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
     features = _features(q, k, softmax_scale, softcap, sinks, (), (None, None, None))
-    return flash_attention_forward(q, k, v, schedule, features, q.dtype, deterministic, False)[0]
+    o, _ = differentiable_attention(q, k, v, schedule, features, q.dtype, deterministic=deterministic, wants_lse=False)
+    return o
 
 
 def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
