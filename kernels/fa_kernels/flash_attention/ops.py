@@ -70,7 +70,7 @@ def differentiable_attention(
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
+        q, k, v = backend.evenly_strided(q), backend.evenly_strided(k), backend.evenly_strided(v)
     is_observed = observed(q, k, v, sinks)
     options = schedule, features, out_dtype, deterministic, is_observed
     differentiates = needs_gradients(q, k, v, sinks)
@@ -188,7 +188,7 @@ def _gradients(
     """Computes dq, dk, dv and dsinks. `do` and `dlse` come from autograd, so each may be None or have any strides."""
     if do is None:
         do = torch.zeros_like(o)
-    do = backend.in_order(do)
+    do = backend.evenly_strided(do)
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
