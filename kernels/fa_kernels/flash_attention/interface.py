@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from operator import index
 from typing import SupportsIndex
 
 import torch
@@ -24,6 +23,7 @@ from fa_kernels.flash_attention.checks import (
     scale_of,
     shapes_of,
     softcap_of,
+    window_of,
 )
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.ops import differentiable_attention, needs_gradients
@@ -32,13 +32,12 @@ from fa_kernels.flash_attention.schedule import (
     Schedule,
     alignment,
     build_schedule,
+    cached_dense_schedule,
     dense_cu_seqlens,
     dense_schedule,
-    kept_schedule,
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # windows of 2**30 or more count as unbounded, because a token index plus a window must fit in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -65,9 +64,14 @@ def flash_attn_func(
 ) -> Outputs:
     """Computes attention over a batch of sequences that all have the same length.
 
-    The last query is aligned with the last key. If a query sees no key, its output is 0, and its lse is the sink of its
-    head (-inf without sinks). Both o and lse are differentiable in q, k, v and sinks. On GPUs of compute capability 8.9
-    or higher, q, k and v may be float8_e4m3fn if they do not require gradients.
+    The last query is aligned with the last key. With causal=True, 2 queries see 5 keys as follows (1: visible):
+
+        1 1 1 1 0
+        1 1 1 1 1
+
+    If a query sees no key, its output is 0, and its lse is the sink of its head (-inf without sinks). Both o and lse
+    are differentiable in q, k, v and sinks. On GPUs of compute capability 8.9 or higher, q, k and v may be
+    float8_e4m3fn if they do not require gradients.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -109,7 +113,7 @@ def flash_attn_func(
         raise ValueError(f"q, k and v must have the same batch size; got {batch}, {batch_k} and {batch_v}")
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
-    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
+    schedule = cached_dense_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
     # Arguments are checked here if the next lines start work on the GPU for a schedule, for ALiBi or for fp8.
     # In all other calls, backend.py checks the arguments before any work on the GPU.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
@@ -244,21 +248,6 @@ def flash_attn_packed(
     features = _features(q, k, softmax_scale, softcap, sinks, (), (None, None, None))
     o, _ = differentiable_attention(q, k, v, schedule, features, q.dtype, deterministic=deterministic, wants_lse=False)
     return o
-
-
-def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
-    """Returns the window (left, right) in tokens, where -1 means unbounded.
-
-    `window_size` may be a tuple, a list, a tensor or a NumPy array. Raises: ValueError unless `window_size` holds
-    exactly two integers.
-    """
-    try:
-        left, right = window_size
-        if type(left) is not int or type(right) is not int:
-            left, right = index(left), index(right)
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be two integers, -1 where unbounded; got {window_size}") from None
-    return left if 0 <= left < UNBOUNDED else -1, right if 0 <= right < UNBOUNDED else -1
 
 
 def _require_offered(dropout_p: float, out_dtype: torch.dtype | None) -> None:

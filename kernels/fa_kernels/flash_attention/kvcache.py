@@ -16,8 +16,8 @@ from fa_kernels.flash_attention.checks import (
     require_slopes,
     scale_of,
     softcap_of,
+    window_of,
 )
-from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.cache import Cache, Rotary, append_to_cache
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, decode_attention
 
