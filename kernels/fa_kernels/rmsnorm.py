@@ -125,7 +125,7 @@ def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.d
 
 
 @forward.register_fake
-def _forward_fake(
+def _empty_outputs(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = x.shape
@@ -147,7 +147,7 @@ def backward(
 
 
 @backward.register_fake
-def _backward_fake(
+def _empty_gradients(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (0,) if added_dtype == x.dtype else x.shape
@@ -157,7 +157,7 @@ def _backward_fake(
 def _forward_by_kernel(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    summed, y, rstd = outputs = _forward_fake(x, added, weight, eps, dtype)
+    summed, y, rstd = outputs = _empty_outputs(x, added, weight, eps, dtype)
     rows, dim = x.shape
     if rows:
         with torch.cuda.device_of(x):  # Triton launches kernels on the current device
@@ -170,7 +170,7 @@ def _forward_by_kernel(
 def _backward_by_kernel(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, added_dtype)
+    dx, d_added, d_weight = _empty_gradients(d_sum, dy, x, added, weight, rstd, added_dtype)
     rows, dim = x.shape
     programs = min(rows, PROGRAMS_PER_SM * multiprocessors(x.device))
     d_weights = weight.new_empty(programs, dim, dtype=torch.float32)
