@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from fa_kernels.flash_attention.interface import may_read
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
-from fa_kernels.flash_attention.schedule_cache import place_of
+from fa_kernels.flash_attention.schedule_cache import device_and_stream
 
 _T = TypeVar("_T")
 _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # {source: (version counter of source, {key: value})}
@@ -30,17 +30,17 @@ def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
 
     The result of `build` must depend only on `source` and `key`.
     """
-    place = place_of(source.device)
-    if place is None or source.is_inference():  # an inference tensor has no version counter
+    where = device_and_stream(source.device)
+    if where is None or source.is_inference():  # an inference tensor has no version counter
         return build()
     version, values = _KEPT.get(source, (None, {}))
     if version != source._version:
         version, values = source._version, {}
         _KEPT[source] = version, values
-    if (key, place) not in values:
+    if (key, where) not in values:
         with torch.inference_mode(False):  # autograd cannot save inference tensors
-            values[key, place] = build()
-    value: _T = values[key, place]
+            values[key, where] = build()
+    value: _T = values[key, where]
     return value
 
 

@@ -1,4 +1,14 @@
-"""Flash attention in Triton, with the API of the flash-attn package."""
+"""Flash attention in Triton, with the API of the flash-attn package, and small kernels that training needs.
+
+flash_attention/    attention; its __init__.py lists the modules in reading order
+launch/             launches of kernels in little host time
+rmsnorm.py          the residual addition and RMSNorm
+rotary.py           rotary position embedding
+glu.py              SwiGLU and GeGLU
+nf4.py              dequantization of NF4 weights
+rows.py             copies and sums of rows, for context parallelism
+device.py           properties of the GPU
+"""
 
 from fa_kernels.flash_attention.interface import flash_attn_func, flash_attn_varlen_func
 from fa_kernels.flash_attention.kvcache import flash_attn_with_kvcache

@@ -10,6 +10,7 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
+LN_2 = tl.constexpr(0.6931471805599453)  # log(x) is log2(x) * LN_2
 # Each GPU uses the tile sizes of one architecture. sm_89 uses the tile sizes of sm80, and so does consumer Blackwell
 # (12.x), which has the instructions and the shared memory of sm_89.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {

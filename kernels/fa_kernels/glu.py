@@ -21,35 +21,13 @@ BLOCK = 1024  # columns per program; in 16-bit dtypes, a thread loads 16 bytes o
 
 
 @triton.jit
-def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, USES_GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """One program processes `BLOCK` columns of one row. All tensors are contiguous."""
-    row, cols, inside = _place(FFN_DIM, BLOCK)
-    gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
-    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
-    opened, _ = _act(gate, USES_GELU)
-    tl.store(activated_ptr + row * FFN_DIM + cols, opened * value, mask=inside)
-
-
-@triton.jit
-def _backward_kernel(
-    projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: tl.constexpr, USES_GELU: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program processes `BLOCK` columns of one row.
-
-    d_projected_ptr may equal projected_ptr, because each program overwrites only elements that it has read.
-    """
-    row, cols, inside = _place(FFN_DIM, BLOCK)
-    gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
-    d_gate_ptrs = d_projected_ptr + row * (2 * FFN_DIM) + cols
-    activated_ptrs = d_activated_ptr + row * FFN_DIM + cols
-    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
-    d_activated = tl.load(activated_ptrs, mask=inside, other=0.0).to(tl.float32)
-    opened, slope = _act(gate, USES_GELU)
-    tl.store(d_gate_ptrs, d_activated * value * slope, mask=inside)
-    tl.store(d_gate_ptrs + FFN_DIM, d_activated * opened, mask=inside)
-    tl.store(activated_ptrs, opened * value, mask=inside)
+def _row_and_columns(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns this program's row, its columns [BLOCK], and a mask of the columns that exist."""
+    blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    # rows are int64, because 131k tokens x 2 x 8192 elements reach 2**31
+    return (program // blocks).to(tl.int64), cols, cols < FFN_DIM
 
 
 @triton.jit
@@ -62,22 +40,44 @@ def _act(gate, USES_GELU: tl.constexpr):
     if USES_GELU:
         # the constant 1.5957691216057308 is 2 sqrt(2 / pi)
         sigmoid = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        opened = gate * sigmoid
-        slope_of_2u = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-        return opened, sigmoid + opened * (1.0 - sigmoid) * slope_of_2u
+        act = gate * sigmoid
+        d_2u = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+        return act, sigmoid + act * (1.0 - sigmoid) * d_2u
     sigmoid = tl.sigmoid(gate)
-    opened = gate * sigmoid
-    return opened, sigmoid + opened * (1.0 - sigmoid)
+    act = gate * sigmoid
+    return act, sigmoid + act * (1.0 - sigmoid)
 
 
 @triton.jit
-def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns this program's row, its columns [BLOCK], and a mask of the columns that exist."""
-    blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    # rows are int64, because 131k tokens x 2 x 8192 elements reach 2**31
-    return (program // blocks).to(tl.int64), cols, cols < FFN_DIM
+def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, USES_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """One program processes `BLOCK` columns of one row. All tensors are contiguous."""
+    row, cols, inside = _row_and_columns(FFN_DIM, BLOCK)
+    gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
+    act, _ = _act(gate, USES_GELU)
+    tl.store(activated_ptr + row * FFN_DIM + cols, act * value, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: tl.constexpr, USES_GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program processes `BLOCK` columns of one row.
+
+    d_projected_ptr may equal projected_ptr, because each program overwrites only elements that it has read.
+    """
+    row, cols, inside = _row_and_columns(FFN_DIM, BLOCK)
+    gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
+    d_gate_ptrs = d_projected_ptr + row * (2 * FFN_DIM) + cols
+    activated_ptrs = d_activated_ptr + row * FFN_DIM + cols
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
+    d_activated = tl.load(activated_ptrs, mask=inside, other=0.0).to(tl.float32)
+    act, d_act = _act(gate, USES_GELU)
+    tl.store(d_gate_ptrs, d_activated * value * d_act, mask=inside)
+    tl.store(d_gate_ptrs + FFN_DIM, d_activated * act, mask=inside)
+    tl.store(activated_ptrs, act * value, mask=inside)
 
 
 def glu(projected: Tensor, unit: str) -> Tensor:
@@ -143,13 +143,13 @@ def _backward_plainly(projected: Tensor, d_activated: Tensor, d_projected: Tenso
     """Computes `_backward` on the CPU, with torch's own backward operators."""
     gate, value = projected.chunk(2, dim=1)
     d_gate, d_value = d_projected.chunk(2, dim=1)
-    opened = _act_plainly(gate, unit)
-    activated = opened * value
+    act = _act_plainly(gate, unit)
+    activated = act * value
     if unit == "geglu":
         torch.ops.aten.gelu_backward(d_activated * value, gate, approximate="tanh", grad_input=d_gate)
     else:
         torch.ops.aten.silu_backward(d_activated * value, gate, grad_input=d_gate)
-    torch.mul(d_activated, opened, out=d_value)
+    torch.mul(d_activated, act, out=d_value)
     d_activated.copy_(activated)
 
 

@@ -20,6 +20,12 @@ PROGRAMS_PER_SM = 12  # backward programs per SM; each program sums the gradient
 
 
 @triton.jit
+def _row(ptr, row, cols, inside, DIM: tl.constexpr):
+    """Loads one row as [BLOCK] in fp32."""
+    return tl.load(ptr + row * DIM + cols, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _add_norm_kernel(
     x_ptr, added_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -29,13 +35,13 @@ def _add_norm_kernel(
     inside = cols < DIM
     x = _row(x_ptr, row, cols, inside, DIM)
     added = _row(added_ptr, row, cols, inside, DIM)
-    total = (x + added).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * DIM + cols, total, mask=inside)
-    total = total.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(total * total, axis=0) / DIM + eps)
+    summed = (x + added).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + row * DIM + cols, summed, mask=inside)
+    summed = summed.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(summed * summed, axis=0) / DIM + eps)
     tl.store(rstd_ptr + row, rstd)
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * DIM + cols, total * rstd * weight, mask=inside)
+    tl.store(y_ptr + row * DIM + cols, summed * rstd * weight, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -44,6 +50,10 @@ def _add_norm_backward_kernel(
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
+
+    The forward pass computes y = weight * normed, where normed = summed * rstd and summed = x + added. Therefore,
+    d_weight is the sum of dy * normed over the rows, and dx = d_sum + (d - normed * mean(d * normed)) * rstd, where
+    d = dy * weight.
 
     added_ptr is None if x_ptr already points to the sum x + added. d_added_ptr is None if `x` and `added` have the same
     dtype, because dx is then also the gradient of `added`.
@@ -54,13 +64,13 @@ def _add_norm_backward_kernel(
     d_weight = tl.zeros([BLOCK], tl.float32)
     for first in range(0, rows - tl.program_id(0), tl.num_programs(0)):
         row = (first + tl.program_id(0)).to(tl.int64)
-        total = _row(x_ptr, row, cols, inside, DIM)
+        summed = _row(x_ptr, row, cols, inside, DIM)
         if added_ptr is not None:
             # The sum is rounded to x's dtype, as in the forward pass.
-            total = (total + _row(added_ptr, row, cols, inside, DIM)).to(x_ptr.dtype.element_ty).to(tl.float32)
+            summed = (summed + _row(added_ptr, row, cols, inside, DIM)).to(x_ptr.dtype.element_ty).to(tl.float32)
         dy = _row(dy_ptr, row, cols, inside, DIM)
         rstd = tl.load(rstd_ptr + row)
-        normed = total * rstd
+        normed = summed * rstd
         d_weight += dy * normed
         dy *= weight
         mean = tl.sum(dy * normed, axis=0) / DIM
@@ -69,12 +79,6 @@ def _add_norm_backward_kernel(
         if d_added_ptr is not None:
             tl.store(d_added_ptr + row * DIM + cols, dx, mask=inside)
     tl.store(d_weight_ptr + tl.program_id(0) * DIM + cols, d_weight, mask=inside)
-
-
-@triton.jit
-def _row(ptr, row, cols, inside, DIM: tl.constexpr):
-    """Loads one row as [BLOCK] in fp32."""
-    return tl.load(ptr + row * DIM + cols, mask=inside, other=0.0).to(tl.float32)
 
 
 def add_rms_norm(
@@ -92,8 +96,8 @@ def add_rms_norm(
             "x, added and weight must be (rows, dim), (rows, dim) and (dim,); "
             f"got {tuple(x.shape)}, {tuple(added.shape)} and {tuple(weight.shape)}"
         )
-    total, y = _AddRMSNorm.apply(x, added, weight, eps, dtype, keep_sum)
-    return total, y
+    summed, y = _AddRMSNorm.apply(x, added, weight, eps, dtype, keep_sum)
+    return summed, y
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -101,10 +105,10 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, keep_sum: bool
     ) -> tuple[Tensor, Tensor]:
-        total, y, rstd = forward(x, added, weight, eps, dtype)
-        ctx.save_for_backward(*((total, None) if keep_sum else (x, added)), weight, rstd)
+        summed, y, rstd = forward(x, added, weight, eps, dtype)
+        ctx.save_for_backward(*((summed, None) if keep_sum else (x, added)), weight, rstd)
         ctx.added_dtype = added.dtype
-        return total, y
+        return summed, y
 
     @staticmethod
     def backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,7 +125,7 @@ def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.d
 
 
 @forward.register_fake
-def _forward_fake(
+def _empty_outputs(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = x.shape
@@ -143,7 +147,7 @@ def backward(
 
 
 @backward.register_fake
-def _backward_fake(
+def _empty_gradients(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (0,) if added_dtype == x.dtype else x.shape
@@ -153,12 +157,12 @@ def _backward_fake(
 def _forward_by_kernel(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total, y, rstd = outputs = _forward_fake(x, added, weight, eps, dtype)
+    summed, y, rstd = outputs = _empty_outputs(x, added, weight, eps, dtype)
     rows, dim = x.shape
     if rows:
         with torch.cuda.device_of(x):  # Triton launches kernels on the current device
             _add_norm_kernel[(rows,)](
-                x.contiguous(), added.contiguous(), weight.contiguous(), total, y, rstd, eps, DIM=dim, **_block(dim)
+                x.contiguous(), added.contiguous(), weight.contiguous(), summed, y, rstd, eps, DIM=dim, **_block(dim)
             )  # fmt: skip
     return outputs
 
@@ -166,7 +170,7 @@ def _forward_by_kernel(
 def _backward_by_kernel(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, added_dtype)
+    dx, d_added, d_weight = _empty_gradients(d_sum, dy, x, added, weight, rstd, added_dtype)
     rows, dim = x.shape
     programs = min(rows, PROGRAMS_PER_SM * multiprocessors(x.device))
     d_weights = weight.new_empty(programs, dim, dtype=torch.float32)
@@ -184,10 +188,10 @@ def _forward_plainly(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `forward` with torch, for the CPU."""
-    total = (x.float() + added.float()).to(x.dtype)
-    wide = total.float()
+    summed = (x.float() + added.float()).to(x.dtype)
+    wide = summed.float()
     rstd = (wide.square().mean(dim=1) + eps).rsqrt()
-    return total, F.rms_norm(wide, weight.shape, weight.float(), eps).to(dtype), rstd
+    return summed, F.rms_norm(wide, weight.shape, weight.float(), eps).to(dtype), rstd
 
 
 def _backward_plainly(
@@ -197,11 +201,11 @@ def _backward_plainly(
 
     The results are bitwise equal to autograd's results, because the order of operations is the same.
     """
-    total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
+    summed = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()
-    normed, d_normed = total * rstd, dy * weight.float()
-    d_mean = -0.5 * (d_normed * total).sum(dim=1, keepdim=True) * rstd.pow(3) / x.shape[1]
-    dx = (d_sum.float() + d_normed * rstd + d_mean * (2 * total)).to(x.dtype)
+    normed, d_normed = summed * rstd, dy * weight.float()
+    d_mean = -0.5 * (d_normed * summed).sum(dim=1, keepdim=True) * rstd.pow(3) / x.shape[1]
+    dx = (d_sum.float() + d_normed * rstd + d_mean * (2 * summed)).to(x.dtype)
     d_added = dx.new_empty(0, dtype=added_dtype) if added_dtype == x.dtype else dx.to(added_dtype)
     return dx, d_added, (dy * normed).sum(0).to(weight.dtype)
 

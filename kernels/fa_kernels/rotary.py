@@ -17,6 +17,15 @@ from torch import Tensor
 BLOCK = 4096  # elements per program
 
 
+@triton.jit
+def _select(head, k_head, v_head, q, k, v):
+    """Returns the one of q, k and v to which the head with the index `head` belongs.
+
+    k_head is the index of k's first head, and v_head is the index of v's first head.
+    """
+    return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
+
+
 @triton.jit(do_not_specialize=["total", "q_heads", "k_heads", "n_heads", "n_rotated"])
 def _rotate_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, y_ptr,
@@ -56,15 +65,6 @@ def _rotate_kernel(
     else:
         tl.store(y_ptr, first, mask=mask)
         tl.store(y_ptr + HALF, second, mask=mask)
-
-
-@triton.jit
-def _select(head, k_head, v_head, q, k, v):
-    """Returns the one of q, k and v to which the head with the index `head` belongs.
-
-    k_head is the index of k's first head, and v_head is the index of v's first head.
-    """
-    return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -20,6 +20,15 @@ ELEMENTS = 4096  # elements per program; in 16-bit dtypes, each of the 128 threa
 MAX_COLS = 1024
 
 
+@triton.jit
+def _copy_tile(sources, targets, inside, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    """Copies rows of `WIDTH` elements. sources, targets: [ROWS] pointers to rows. inside: [ROWS] bool."""
+    for first in tl.static_range(0, WIDTH, COLS):
+        cols = first + tl.arange(0, COLS)
+        mask = inside[:, None] & (cols < WIDTH)
+        tl.store(targets[:, None] + cols, tl.load(sources[:, None] + cols, mask=mask), mask=mask)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _copy_kernel(
     source_a, source_b, target_a, target_b, from_ptr, to_ptr, n_rows, SOURCE_STRIDE_A: tl.constexpr,
@@ -47,34 +56,6 @@ def _copy_kernel(
 
 
 @triton.jit
-def _copy_tile(sources, targets, inside, WIDTH: tl.constexpr, COLS: tl.constexpr):
-    """Copies rows of `WIDTH` elements. sources, targets: [ROWS] pointers to rows. inside: [ROWS] bool."""
-    for first in tl.static_range(0, WIDTH, COLS):
-        cols = first + tl.arange(0, COLS)
-        mask = inside[:, None] & (cols < WIDTH)
-        tl.store(targets[:, None] + cols, tl.load(sources[:, None] + cols, mask=mask), mask=mask)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _add_kernel(
-    total_a, total_b, added_a, added_b, rows_ptr, entries_ptr, offsets_ptr, n_rows, TOTAL_STRIDE_A: tl.constexpr,
-    TOTAL_STRIDE_B: tl.constexpr, ADDED_STRIDE_A: tl.constexpr, ADDED_STRIDE_B: tl.constexpr, WIDTH_A: tl.constexpr,
-    WIDTH_B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """One program updates `ROWS` rows of one tensor, which starts at `total_a` or at `total_b`. See add_rows."""
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = index < n_rows
-    row = tl.load(rows_ptr + index, mask=inside, other=0).to(tl.int64)
-    start = tl.load(offsets_ptr + index, mask=inside, other=0)
-    count = tl.load(offsets_ptr + index + 1, mask=inside, other=0) - start
-    entries = entries_ptr + start
-    if tl.program_id(1) == 0:
-        _add_tile(total_a + row * TOTAL_STRIDE_A, added_a, ADDED_STRIDE_A, entries, count, inside, WIDTH_A, COLS)
-    else:
-        _add_tile(total_b + row * TOTAL_STRIDE_B, added_b, ADDED_STRIDE_B, entries, count, inside, WIDTH_B, COLS)
-
-
-@triton.jit
 def _add_tile(
     totals, added_ptr, ADDED_STRIDE: tl.constexpr, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -94,6 +75,25 @@ def _add_tile(
             row_mask = there[:, None] & (cols < WIDTH)
             total += tl.load(added_ptr + entry[:, None] * ADDED_STRIDE + cols, mask=row_mask, other=0.0).to(tl.float32)
         tl.store(totals[:, None] + cols, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _add_kernel(
+    total_a, total_b, added_a, added_b, rows_ptr, entries_ptr, offsets_ptr, n_rows, TOTAL_STRIDE_A: tl.constexpr,
+    TOTAL_STRIDE_B: tl.constexpr, ADDED_STRIDE_A: tl.constexpr, ADDED_STRIDE_B: tl.constexpr, WIDTH_A: tl.constexpr,
+    WIDTH_B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One program updates `ROWS` rows of one tensor, which starts at `total_a` or at `total_b`. See add_rows."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = index < n_rows
+    row = tl.load(rows_ptr + index, mask=inside, other=0).to(tl.int64)
+    start = tl.load(offsets_ptr + index, mask=inside, other=0)
+    count = tl.load(offsets_ptr + index + 1, mask=inside, other=0) - start
+    entries = entries_ptr + start
+    if tl.program_id(1) == 0:
+        _add_tile(total_a + row * TOTAL_STRIDE_A, added_a, ADDED_STRIDE_A, entries, count, inside, WIDTH_A, COLS)
+    else:
+        _add_tile(total_b + row * TOTAL_STRIDE_B, added_b, ADDED_STRIDE_B, entries, count, inside, WIDTH_B, COLS)
 
 
 def copy_rows(
@@ -120,7 +120,8 @@ def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, en
     """Adds rows of `added` to rows of `totals`, by index.
 
     For each i, adds added[j] to totals[rows[i]], for all j in entries[offsets[i] : offsets[i + 1]]. The sum is computed
-    in fp32, in the order of the entries, and rounded once.
+    in fp32, in the order of the entries, and rounded once. For example, rows = [4, 7], offsets = [0, 2, 3] and
+    entries = [0, 5, 1] add added[0] + added[5] to totals[4], and added[1] to totals[7].
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of each row of `totals` must be
     contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.

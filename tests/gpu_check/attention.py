@@ -52,7 +52,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # forgets earlier schedules: their length_class can differ
+        patch.dict(schedule_cache._CACHED, clear=True),  # forgets earlier schedules: their length_class can differ
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 

@@ -28,12 +28,12 @@ from fa_kernels.launch.record import recorded
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
 
-Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a recorded call
+Description = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a recorded call
 
 
-def _call(
+def _description(
     name: str, q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features, *options: Hashable
-) -> Call:
+) -> Description:
     """Returns the key and the inputs of a recorded call (launch/record.py).
 
     The inputs are `tensors` and the schedule's tensors.
@@ -61,18 +61,18 @@ def _call(
     return key, (*tensors, *schedule[:7])
 
 
-def _forward_call(
+def _describe_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
-) -> Call:
+) -> Description:
     tensors = q, k, v, features.sinks, features.descale, *features.alibi
-    return _call("forward", q, tensors, schedule, features, out_dtype, schedule.length_class)
+    return _description("forward", q, tensors, schedule, features, out_dtype, schedule.length_class)
 
 
-@recorded(_forward_call)
+@recorded(_describe_forward)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `in_order`.
+    """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `evenly_strided`.
 
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
@@ -90,7 +90,7 @@ def forward(
     return o.view(*tokens, *o.shape[1:]), lse
 
 
-def _backward_call(
+def _describe_backward(
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -101,12 +101,12 @@ def _backward_call(
     schedule: Schedule,
     features: Features,
     deterministic: bool,
-) -> Call:
+) -> Description:
     tensors = do, q, k, v, o, lse, dlse, *features.alibi
-    return _call("backward", q, tensors, schedule, features, deterministic, features.sinks is None)
+    return _description("backward", q, tensors, schedule, features, deterministic, features.sinks is None)
 
 
-@recorded(_backward_call)
+@recorded(_describe_backward)
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -141,7 +141,7 @@ def backward(
     return *gradients, delta
 
 
-def _prepare_call(
+def _describe_preparation(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -151,12 +151,12 @@ def _prepare_call(
     schedule: Schedule,
     features: Features,
     deterministic: bool,
-) -> Call:
+) -> Description:
     tensors = do, q, k, v, o, lse, *features.alibi
-    return _call("prepare", q, tensors, schedule, features, deterministic, features.sinks is None)
+    return _description("prepare", q, tensors, schedule, features, deterministic, features.sinks is None)
 
 
-@recorded(_prepare_call)
+@recorded(_describe_preparation)
 def prepare_backward(
     do: Tensor,
     q: Tensor,
@@ -182,8 +182,8 @@ def prepare_backward(
     return (attention_delta(o, do, None),)
 
 
-def _phase_call(name: str) -> Callable[..., Call]:
-    def call(
+def _describe_phase(name: str) -> Callable[..., Description]:
+    def describe(
         do: Tensor,
         q: Tensor,
         k: Tensor,
@@ -193,14 +193,14 @@ def _phase_call(name: str) -> Callable[..., Call]:
         schedule: Schedule,
         features: Features,
         deterministic: bool,
-    ) -> Call:
+    ) -> Description:
         tensors = do, q, k, v, lse, *prepared, *features.alibi
-        return _call(name, q, tensors, schedule, features, deterministic, features.sinks is None)
+        return _description(name, q, tensors, schedule, features, deterministic, features.sinks is None)
 
-    return call
+    return describe
 
 
-@recorded(_phase_call("gradients_of_keys"))
+@recorded(_describe_phase("gradients_of_keys"))
 def gradients_of_keys(
     do: Tensor,
     q: Tensor,
@@ -218,7 +218,7 @@ def gradients_of_keys(
     return portable_bwd.gradients_of_keys(do.to(q.dtype), q, k, v, lse, prepared[0], schedule, features)
 
 
-@recorded(_phase_call("gradient_of_queries"))
+@recorded(_describe_phase("gradient_of_queries"))
 def gradient_of_queries(
     do: Tensor,
     q: Tensor,
@@ -248,7 +248,7 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     return 4 * (3 + head_dim * hopper_bwd.sums_dq(head_dim, dtype, softcap))
 
 
-def in_order(x: Tensor) -> Tensor:
+def evenly_strided(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if kernels cannot read x in place.
 
     The last dimension of the result has stride 1. All neighbouring tokens are the same distance apart in memory, even

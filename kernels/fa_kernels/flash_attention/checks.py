@@ -1,6 +1,9 @@
 """Checks the arguments of attention calls. Each error says what the argument must be and what was given."""
 
 import math
+from collections.abc import Iterable
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ MAX_HEAD_DIM = 256
 # In fp16 and fp32, kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. This formula for
 # tanh(x) has a large relative error for small x.
 MAX_SOFTCAP = 1000.0
+UNBOUNDED = 2**30  # windows of 2**30 or more count as unbounded, because a token index plus a window must fit in int32
 
 
 def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -33,7 +37,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     """Raises ValueError unless q, k, v and sinks have matching shapes, supported dtypes and a supported device.
 
     If a call repeats recorded launches (launch/record.py), require_consistent does not run. The key of a recording
-    (backend._call) must contain everything that require_consistent checks.
+    (backend._description) must contain everything that require_consistent checks.
     Shapes: q (total_q, n_heads, head_dim), k (total_k, n_kv_heads, head_dim), v (total_k, n_kv_heads, v_head_dim).
     Dense tensors have (batch, seqlen) in place of total_q or total_k.
     """
@@ -124,6 +128,21 @@ def softcap_of(softcap: float) -> float:
             f"softcap must be finite and at most {MAX_SOFTCAP:g}, and 0 means no soft cap; got {float(softcap)}"
         )
     return max(float(softcap), 0.0)
+
+
+def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
+    """Returns the window (left, right) in tokens, where -1 means unbounded.
+
+    `window_size` may be a tuple, a list, a tensor or a NumPy array. Raises: ValueError unless `window_size` holds
+    exactly two integers.
+    """
+    try:
+        left, right = window_size
+        if type(left) is not int or type(right) is not int:
+            left, right = index(left), index(right)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be two integers, -1 where unbounded; got {window_size}") from None
+    return left if 0 <= left < UNBOUNDED else -1, right if 0 <= right < UNBOUNDED else -1
 
 
 def require_slopes(slopes: Tensor, batch: int, q: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Computes delta = rowsum(do * o) - dlse, and the gradient of attention sinks.
 
-delta is a term of the backward pass of softmax (arXiv:2307.08691, algorithm 2).
+delta is a term of the backward pass of softmax, dS = P (dP - delta) (arXiv:2307.08691, algorithm 2). dlse is the
+gradient of lse. The derivative of lse with respect to the scores is P, so dlse adds P dlse to dS. Subtracting dlse from
+delta has the same effect.
 """
 
 import torch

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from operator import index
 from typing import SupportsIndex
 
 import torch
@@ -25,21 +24,21 @@ from fa_kernels.flash_attention.checks import (
     scale_of,
     shapes_of,
     softcap_of,
+    window_of,
 )
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.ops import flash_attention_forward, needs_gradients
+from fa_kernels.flash_attention.ops import differentiable_attention, needs_gradients
 from fa_kernels.flash_attention.schedule import (
     LONG_DOCUMENT,
     Schedule,
     alignment,
     build_schedule,
+    cached_dense_schedule,
     dense_cu_seqlens,
     dense_schedule,
-    kept_schedule,
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # windows of 2**30 or more count as unbounded, because a token index plus a window must fit in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -66,9 +65,14 @@ def flash_attn_func(
 ) -> Outputs:
     """Computes attention over a batch of sequences that all have the same length.
 
-    The last query is aligned with the last key. If a query sees no key, its output is 0, and its lse is the sink of its
-    head (-inf without sinks). Both o and lse are differentiable in q, k, v and sinks. On GPUs of compute capability 8.9
-    or higher, q, k and v may be float8_e4m3fn if they do not require gradients.
+    The last query is aligned with the last key. With causal=True, 2 queries see 5 keys as follows (1: visible):
+
+        1 1 1 1 0
+        1 1 1 1 1
+
+    If a query sees no key, its output is 0, and its lse is the sink of its head (-inf without sinks). Both o and lse
+    are differentiable in q, k, v and sinks. On GPUs of compute capability 8.9 or higher, q, k and v may be
+    float8_e4m3fn if they do not require gradients.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -110,7 +114,7 @@ def flash_attn_func(
         raise ValueError(f"q, k and v must have the same batch size; got {batch}, {batch_k} and {batch_v}")
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
-    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
+    schedule = cached_dense_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
     # Arguments are checked here if the next lines start work on the GPU for a schedule, for ALiBi or for fp8.
     # In all other calls, backend.py checks the arguments before any work on the GPU.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
@@ -122,7 +126,9 @@ def flash_attn_func(
     if schedule is None:
         schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window)
     wants_lse = return_lse or return_attn_probs
-    o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
+    o, lse = differentiable_attention(
+        q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic=deterministic, wants_lse=wants_lse
+    )
     if lse is not None:
         lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return _outputs(o, lse, q, return_attn_probs)
@@ -214,7 +220,9 @@ def flash_attn_varlen_func(
     alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
     features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
     wants_lse = return_lse or return_attn_probs
-    o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
+    o, lse = differentiable_attention(
+        q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic=deterministic, wants_lse=wants_lse
+    )
     return _outputs(o, lse, q, return_attn_probs)
 
 
@@ -239,22 +247,8 @@ def flash_attn_packed(
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
     features = _features(q, k, softmax_scale, softcap, sinks, (), (None, None, None))
-    return flash_attention_forward(q, k, v, schedule, features, q.dtype, deterministic, False)[0]
-
-
-def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
-    """Returns the window (left, right) in tokens, where -1 means unbounded.
-
-    `window_size` may be a tuple, a list, a tensor or a NumPy array. Raises: ValueError unless `window_size` holds
-    exactly two integers.
-    """
-    try:
-        left, right = window_size
-        if type(left) is not int or type(right) is not int:
-            left, right = index(left), index(right)
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be two integers, -1 where unbounded; got {window_size}") from None
-    return left if 0 <= left < UNBOUNDED else -1, right if 0 <= right < UNBOUNDED else -1
+    o, _ = differentiable_attention(q, k, v, schedule, features, q.dtype, deterministic=deterministic, wants_lse=False)
+    return o
 
 
 def _require_offered(dropout_p: float, out_dtype: torch.dtype | None) -> None:

@@ -16,8 +16,8 @@ from fa_kernels.flash_attention.checks import (
     require_slopes,
     scale_of,
     softcap_of,
+    window_of,
 )
-from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.cache import Cache, Rotary, append_to_cache
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, decode_attention
 
@@ -111,6 +111,7 @@ def flash_attn_with_kvcache(
     left, right = window_of(window_size)
     if causal:
         right = 0
+    rotary_by_token = left >= 0 or right >= 0
 
     angles = [] if rotary_cos is None or rotary_sin is None else [rotary_cos.contiguous(), rotary_sin.contiguous()]
     if k is not None and v is not None:
@@ -119,7 +120,7 @@ def flash_attn_with_kvcache(
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     o, lse = decode(
         *_rows_dense(q), k_cache, v_cache, seqlens, seqlen_new, table, leftpad, angles, rotary_interleaved,
-        left >= 0 or right >= 0, slopes, scale, cap, left, right, num_splits,
+        rotary_by_token, slopes, scale, cap, left, right, num_splits,
     )  # fmt: skip
     return (o, lse) if return_softmax_lse else o
 

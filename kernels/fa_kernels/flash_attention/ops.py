@@ -3,7 +3,7 @@
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
 registered operators. torch.compile does not break the graph at registered operators, and checkpoint policies can name
 them. Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
-`flash_attention_forward` therefore uses torch's dispatcher and registered autograd only in calls that need them. The
+`differentiable_attention` therefore uses torch's dispatcher and registered autograd only in calls that need them. The
 table lists the functions that run in each kind of call:
 
 | observed?     | gradients? | forward                                       | backward          |
@@ -43,6 +43,165 @@ from fa_kernels.torch_private import (
 )
 
 _PLAIN = {Tensor, Parameter, type(None)}  # argument types that cannot override torch operators
+
+
+def differentiable_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    features: Features,
+    out_dtype: torch.dtype,
+    *,
+    deterministic: bool,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns o in out_dtype and lse in fp32. Both are differentiable. If wants_lse is False, lse is None.
+
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
+    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
+    (batch, seqlen_q, n_heads, v_head_dim).
+    Raises: ValueError if require_consistent or require_differentiable rejects the inputs. NotImplementedError if an
+    input has a forward-mode tangent.
+    """
+    sinks = features.sinks
+    # Without an error, forward-mode tangents would be lost silently. Even the registered operator drops tangents if no
+    # input requires a gradient.
+    if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
+        raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        q, k, v = backend.evenly_strided(q), backend.evenly_strided(k), backend.evenly_strided(v)
+    is_observed = observed(q, k, v, sinks)
+    options = schedule, features, out_dtype, deterministic, is_observed
+    differentiates = needs_gradients(q, k, v, sinks)
+    if differentiates:
+        require_differentiable(q, k, v)
+    # The compiler understands registered operators, but not every autograd Function.
+    if not differentiates or torch.compiler.is_compiling():
+        o, lse = _forward(q, k, v, *options)
+        return o, lse if wants_lse else None
+    if is_observed:
+        outputs = _Attention.apply(q, k, v, sinks, options, wants_lse)
+    else:
+        # A tensor may still have the wrapper of a functorch transform that has ended.
+        q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
+        outputs = _apply_without_functorch(q, k, v, sinks, options, wants_lse)
+    return outputs if wants_lse else (outputs, None)
+
+
+def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Returns whether autograd records attention of q, k, v and sinks for a backward pass."""
+    return torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
+def observed(q: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether code outside this file may need to see an attention call as a registered operator.
+
+    `observed` returns True if a compiler, a torch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
+    transform, a trace or a profiler is active. `observed` also returns True if q is a meta tensor, or if the type of an
+    argument is a tensor subclass other than Parameter. If `observed` returns False, the attention call skips torch's
+    dispatcher, which saves 20 us of host time.
+    """
+    return (
+        torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()
+    )
+
+
+_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # bools: `deterministic`, then `is_observed`
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as an autograd Function.
+
+    torch's `register_autograd` would compute the same gradients, but takes more host time, because it flattens lists in
+    Python.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wants_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns o, or (o, lse) if wants_lse. Each output of an autograd Function costs host time."""
+        schedule, features, out_dtype, deterministic, is_observed = options
+        o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
+        ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        # The schedule is not passed to save_for_backward, because hooks may offload saved tensors, but all layers share
+        # the schedule.
+        ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
+        ctx.set_materialize_grads(False)
+        return (o, lse) if wants_lse else o
+
+    @staticmethod
+    def backward(ctx, do: Tensor | None, dlse: Tensor | None = None):
+        q, k, v, o, lse, sinks, *alibi = ctx.saved_tensors
+        schedule, softmax_scale, softcap, deterministic = ctx.options
+        features = Features(softmax_scale, softcap, sinks, alibi)
+        return *_gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
+
+
+_apply_without_functorch = apply_without_transforms(_Attention)  # for calls that are not observed (see `observed`)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    features: Features,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    is_observed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes o and lse: by the registered operator if `is_observed` is True, otherwise by a direct backend call.
+
+    is_observed: the result of `observed`.
+    """
+    if not is_observed:
+        return backend.forward(q, k, v, schedule, features, out_dtype)
+    require_consistent(q, k, v, features.sinks)
+    o, lse = forward_operator(
+        q, k, v, schedule.tensors(), features.alibi, features.sinks, features.descale, features.softmax_scale,
+        features.softcap, out_dtype, deterministic, schedule.crosses_documents, schedule.length_class,
+    )  # fmt: skip
+    return o, lse
+
+
+def _gradients(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Computes dq, dk, dv and dsinks. `do` and `dlse` come from autograd, so each may be None or have any strides."""
+    if do is None:
+        do = torch.zeros_like(o)
+    do = backend.evenly_strided(do)
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    sinks = features.sinks
+    # If gradients are enabled in a backward pass, the caller may want second derivatives, which attention does not
+    # support. Autograd raises an error for second derivatives only if it has recorded backward_operator.
+    if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
+        dq, dk, dv, dsinks = backward_operator(
+            do, dlse, q, k, v, o, lse, schedule.tensors(), features.alibi, sinks, features.softmax_scale,
+            features.softcap, deterministic, schedule.crosses_documents,
+        )  # fmt: skip
+        return dq, dk, dv, None if sinks is None else dsinks
+    dq, dk, dv, *delta = backend.backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
+    return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -175,164 +334,6 @@ def _backward_of_operator(ctx, do: Tensor | None, dlse: Tensor | None):
 
 
 forward_operator.register_autograd(_backward_of_operator, setup_context=_save_for_operator)
-
-
-def _gradients(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-    features: Features,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Computes dq, dk, dv and dsinks. `do` and `dlse` come from autograd, so each may be None or have any strides."""
-    if do is None:
-        do = torch.zeros_like(o)
-    do = backend.in_order(do)
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    sinks = features.sinks
-    # If gradients are enabled in a backward pass, the caller may want second derivatives, which attention does not
-    # support. Autograd raises an error for second derivatives only if it has recorded backward_operator.
-    if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
-        dq, dk, dv, dsinks = backward_operator(
-            do, dlse, q, k, v, o, lse, schedule.tensors(), features.alibi, sinks, features.softmax_scale,
-            features.softcap, deterministic, schedule.crosses_documents,
-        )  # fmt: skip
-        return dq, dk, dv, None if sinks is None else dsinks
-    dq, dk, dv, *delta = backend.backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
-    return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
-
-
-_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # bools: `deterministic`, then `is_observed`
-
-
-class _Attention(torch.autograd.Function):
-    """Attention as an autograd Function.
-
-    torch's `register_autograd` would compute the same gradients, but takes more host time, because it flattens lists in
-    Python.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wants_lse: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns o, or (o, lse) if wants_lse. Each output of an autograd Function costs host time."""
-        schedule, features, out_dtype, deterministic, is_observed = options
-        o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
-        ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # The schedule is not passed to save_for_backward, because hooks may offload saved tensors, but all layers share
-        # the schedule.
-        ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
-        ctx.set_materialize_grads(False)
-        return (o, lse) if wants_lse else o
-
-    @staticmethod
-    def backward(ctx, do: Tensor | None, dlse: Tensor | None = None):
-        q, k, v, o, lse, sinks, *alibi = ctx.saved_tensors
-        schedule, softmax_scale, softcap, deterministic = ctx.options
-        features = Features(softmax_scale, softcap, sinks, alibi)
-        return *_gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
-
-
-_apply_without_functorch = apply_without_transforms(_Attention)  # for calls that are not observed (see `observed`)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    schedule: Schedule,
-    features: Features,
-    out_dtype: torch.dtype,
-    deterministic: bool,
-    is_observed: bool,
-) -> tuple[Tensor, Tensor]:
-    """Computes o and lse: by the registered operator if `is_observed` is True, otherwise by a direct backend call.
-
-    is_observed: the result of `observed`.
-    """
-    if not is_observed:
-        return backend.forward(q, k, v, schedule, features, out_dtype)
-    require_consistent(q, k, v, features.sinks)
-    o, lse = forward_operator(
-        q, k, v, schedule.tensors(), features.alibi, features.sinks, features.descale, features.softmax_scale,
-        features.softcap, out_dtype, deterministic, schedule.crosses_documents, schedule.length_class,
-    )  # fmt: skip
-    return o, lse
-
-
-def observed(q: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether code outside this file may need to see an attention call as a registered operator.
-
-    `observed` returns True if a compiler, a torch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
-    transform, a trace or a profiler is active. `observed` also returns True if q is a meta tensor, or if the type of an
-    argument is a tensor subclass other than Parameter. If `observed` returns False, the attention call skips torch's
-    dispatcher, which saves 20 us of host time.
-    """
-    return (
-        torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()
-    )
-
-
-def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Returns whether autograd records attention of q, k, v and sinks for a backward pass."""
-    return torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
-
-
-def _has_tangent(x: Tensor | None) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
-
-
-def flash_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    schedule: Schedule,
-    features: Features,
-    out_dtype: torch.dtype,
-    deterministic: bool,
-    wants_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns o in out_dtype and lse in fp32. Both are differentiable. If wants_lse is False, lse is None.
-
-    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
-    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
-    (batch, seqlen_q, n_heads, v_head_dim).
-    Raises: ValueError if require_consistent or require_differentiable rejects the inputs. NotImplementedError if an
-    input has a forward-mode tangent.
-    """
-    sinks = features.sinks
-    # Without an error, forward-mode tangents would be lost silently. Even the registered operator drops tangents if no
-    # input requires a gradient.
-    if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
-        raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
-    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
-    is_observed = observed(q, k, v, sinks)
-    options = schedule, features, out_dtype, deterministic, is_observed
-    differentiates = needs_gradients(q, k, v, sinks)
-    if differentiates:
-        require_differentiable(q, k, v)
-    # The compiler understands registered operators, but not every autograd Function.
-    if not differentiates or torch.compiler.is_compiling():
-        o, lse = _forward(q, k, v, *options)
-        return o, lse if wants_lse else None
-    if is_observed:
-        outputs = _Attention.apply(q, k, v, sinks, options, wants_lse)
-    else:
-        # A tensor may still have the wrapper of a functorch transform that has ended.
-        q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
-        outputs = _apply_without_functorch(q, k, v, sinks, options, wants_lse)
-    return outputs if wants_lse else (outputs, None)
 
 
 @register_flop_formula(torch.ops.flash_attention.forward)

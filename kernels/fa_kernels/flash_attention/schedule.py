@@ -32,7 +32,16 @@ class Schedule(NamedTuple):
     All tensors are int32, on the device of q, k and v. Token indices are positions in the whole batch.
 
     Query i sees key j if and only if `key_start[i] <= j < key_end[i]`, which is equivalent to
-    `query_start[j] <= i < query_end[j]`.
+    `query_start[j] <= i < query_end[j]`. For example, two documents of 2 and 3 tokens, with a causal mask (x: visible):
+
+               key j   0 1 2 3 4   key_start  key_end
+        query i = 0    x               0         1
+                  1    x x             0         2
+                  2        x           2         3
+                  3        x x         2         4
+                  4        x x x       2         5
+        query_start    0 1 2 3 4
+        query_end      2 2 5 5 5
     """
 
     key_start: Tensor  # (total_q,)
@@ -104,7 +113,7 @@ def build_schedule(
     tensors: Sequence[Tensor]
     keys_in_order = _keys_in_sight(mean, left, right) < SHORT_DOCUMENT
     documents = cu_seqlens_q, cu_seqlens_k, total_q, total_k, (left, right)
-    if schedule_kernel.takes(cu_seqlens_q, cu_seqlens_k):
+    if schedule_kernel.can_run(cu_seqlens_q, cu_seqlens_k):
         tensors = schedule_kernel.schedule_tensors(
             *documents, keys_in_order=keys_in_order, gradients=gradients, work_tile=WORK_TILE, wide_tile=WIDE_TILE
         )
@@ -129,10 +138,10 @@ def tensors_by_torch(
     """
     left, right = window
     # Clamping keeps the ranges inside q, k and v even if cu_seqlens are wrong.
-    queries = _Side.of(cu_seqlens_q.clamp(0, total_q), total_q)
+    queries = _Documents.of(cu_seqlens_q.clamp(0, total_q), total_q)
     keys = queries
     if cu_seqlens_k is not cu_seqlens_q or total_k != total_q:
-        keys = _Side.of(cu_seqlens_k.clamp(0, total_k), total_k)
+        keys = _Documents.of(cu_seqlens_k.clamp(0, total_k), total_k)
     keys_of_queries = _paired(queries, keys)
     queries_of_keys = keys_of_queries if keys is queries else _paired(keys, queries)
     key_start, key_end = _visible_ranges(*keys_of_queries, before=left, after=right)
@@ -213,7 +222,7 @@ def dense_schedule(
     return build() if key is None else schedule_cache.find_or_build(key, build)
 
 
-def kept_schedule(
+def cached_dense_schedule(
     batch: int, seqlen_q: int, seqlen_k: int, q: Tensor, causal: bool, window_size: tuple[int, int]
 ) -> Schedule | None:
     """Returns the result of dense_schedule on q's device if it is cached, else None. Never builds a schedule."""
@@ -248,13 +257,13 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
     `aligned` holds the index of the key with which each query is aligned. `document` holds the index of each query's
     document.
     """
-    side = _Side.of(cu_seqlens_q, total_q)
-    aligned = side.token - side.ends[side.document] + _ends(cu_seqlens_k)[side.document]
-    return aligned, (side.document - 1).clamp(0, max(0, cu_seqlens_q.numel() - 2))
+    queries = _Documents.of(cu_seqlens_q, total_q)
+    aligned = queries.token - queries.ends[queries.document] + _ends(cu_seqlens_k)[queries.document]
+    return aligned, (queries.document - 1).clamp(0, max(0, cu_seqlens_q.numel() - 2))
 
 
-class _Side(NamedTuple):
-    """One side of the attention: either the documents of the queries, or the documents of the keys.
+class _Documents(NamedTuple):
+    """The documents of the queries, or the documents of the keys.
 
     Documents are counted from 1. Queries after the last document belong to an additional document that has no keys.
     Keys after the last document belong to an additional document that has no queries.
@@ -266,7 +275,7 @@ class _Side(NamedTuple):
     document: Tensor  # (total,) int32, the document of each token
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
+    def of(cls, cu_seqlens: Tensor, total: int) -> "_Documents":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
         # Documents are counted from 1, so the index of a token's document is the number of documents that begin at or
         # before the token. No token belongs to an empty document of cu_seqlens.
@@ -286,7 +295,7 @@ class _Paired(NamedTuple):
     aligned: Tensor  # the index of the key (or query) that the token is aligned with
 
 
-def _paired(own: _Side, other: _Side) -> _Paired:
+def _paired(own: _Documents, other: _Documents) -> _Paired:
     """Returns `start`, `end` and `aligned` for each token in `own`, as indices of tokens in `other`."""
     start, end = other.starts[own.document], other.ends[own.document]
     return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
@@ -321,7 +330,16 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
 
     In the returned order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest
     document run last. If a tile holds several documents, the longer of its first and last document determines the
-    tile's place.
+    tile's position.
+
+    For example, tiles of 2 tokens in documents of 3 and 5 tokens: tile 0 is in the document of 3 tokens, tile 1 in both
+    documents, and tiles 2 and 3 in the document of 5 tokens.
+
+    >>> length = torch.tensor([3, 3, 3, 5, 5, 5, 5, 5])
+    >>> document_by_document(length, 2, last_first=True).tolist()
+    [3, 2, 1, 0]
+    >>> document_by_document(length, 2, last_first=False).tolist()
+    [1, 2, 3, 0]
 
     Args:
         length: (total,), the length of each token's document. For tiles of queries, `length` holds the number of keys
@@ -334,5 +352,5 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
         of_last = torch.cat([of_last, length[-1:]])
     longer = torch.maximum(length[::tile], of_last).long()
     n_tiles = longer.numel()
-    place = torch.arange(n_tiles, device=length.device)
-    return torch.argsort(longer * n_tiles + (place if last_first else -place), descending=True).to(torch.int32)
+    tie_break = torch.arange(n_tiles, device=length.device)
+    return torch.argsort(longer * n_tiles + (tie_break if last_first else -tie_break), descending=True).to(torch.int32)

@@ -16,10 +16,10 @@ MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
 _T = TypeVar("_T")
-_KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules; the oldest schedule comes first
+_CACHED: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules; the oldest schedule comes first
 
 
-def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | None:
+def device_and_stream(device: torch.device | int) -> tuple[torch.device | int, int] | None:
     """Returns the device and its current stream, or None if new tensors must not be kept for later calls.
 
     `device` is a torch.device or the index of a CUDA device. The stream is given as its address, or as 0 if the device
@@ -50,25 +50,25 @@ def key_of(
 
     `device` is a torch.device or the index of a CUDA device.
     """
-    place = place_of(device)
-    if place is None or batch * (seqlen_q + seqlen_k) > MAX_TOKENS:
+    where = device_and_stream(device)
+    if where is None or batch * (seqlen_q + seqlen_k) > MAX_TOKENS:
         return None
-    return batch, seqlen_q, seqlen_k, causal, window_size, place
+    return batch, seqlen_q, seqlen_k, causal, window_size, where
 
 
 def find(key: Hashable) -> Any | None:
     """Returns the cached value of `key`, or None."""
-    return _KEPT.get(key)
+    return _CACHED.get(key)
 
 
 def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
     """Returns the cached value of `key`. If no value is cached, calls build() and caches the result."""
-    value: _T | None = _KEPT.get(key)
+    value: _T | None = _CACHED.get(key)
     if value is None:
         with torch.inference_mode(False):  # autograd cannot save tensors that were created in inference mode
             value = build()
-        if len(_KEPT) >= MAX_SCHEDULES:
-            oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # the default None avoids a KeyError if another thread has removed the key
-        _KEPT[key] = value
+        if len(_CACHED) >= MAX_SCHEDULES:
+            oldest, *_ = _CACHED
+            _CACHED.pop(oldest, None)  # the default None avoids a KeyError if another thread has removed the key
+        _CACHED[key] = value
     return value

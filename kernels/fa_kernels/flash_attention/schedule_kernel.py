@@ -1,10 +1,11 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-With torch, computing a schedule would need more than thirty operators. For short documents, launching thirty operators
-takes the host longer than attention takes the GPU. Each program of the kernel computes either the ranges of some
-tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
-finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
-before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
+schedule.tensors_by_torch computes the same tensors with more than thirty torch operators, and is easier to read. For
+short documents, launching thirty operators takes the host longer than attention takes the GPU. Each program of the
+kernel computes either the ranges of some tokens, or the positions of some tiles in query_tiles, wide_query_tiles or
+key_tiles. A binary search in cu_seqlens finds the document of a token. To find the position of a tile without sorting,
+a program counts the tiles that come before this tile. Each program finds the documents of all tiles itself, so programs
+do not communicate.
 
 The numbers of documents and tokens are not compile-time constants, so one compiled kernel serves all batches.
 """
@@ -32,7 +33,7 @@ ALIGNMENT = 32  # each tensor in the common buffer begins at a multiple of ALIGN
 
 
 @structure
-class _Side:
+class _RangeInputs:
     """The inputs from which a kernel computes the range of each query, or the range of each key.
 
     The range of a query contains the keys that the query sees. The range of a key contains the queries that see the
@@ -45,7 +46,7 @@ class _Side:
     own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries
     other_ptr: tl.tensor  # cu_seqlens of the tokens that the ranges contain, for example of the keys
     n_edges: tl.tensor  # the number of elements of cu_seqlens
-    stride: tl.tensor  # the largest power of two that is at most n_edges
+    largest_power: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
     total_other: tl.tensor  # the number of all keys if the ranges contain keys, else the number of all queries
     before: tl.tensor  # how many tokens before the aligned token are in a range; -1 means all
@@ -62,19 +63,20 @@ class _Ranges:
 
 
 @triton.jit
-def _document_of(tokens, cu_ptr, n_edges, stride):
+def _document_of(tokens, cu_ptr, n_edges, power):
     """Returns each token's document, counted from 1: how many documents begin at or before the token.
 
-    No token gets the number of an empty document.
+    No token gets the number of an empty document. A binary search finds the bits of the document's number, from the
+    highest to the lowest.
 
-    n_edges: the number of elements of cu_seqlens. stride: the largest power of two that is at most n_edges.
+    n_edges: the number of elements of cu_seqlens. power: the largest power of two that is at most n_edges.
     """
     document = tl.zeros_like(tokens)
-    while stride > 0:
-        further = document + stride
+    while power > 0:
+        further = document + power
         edge = tl.load(cu_ptr + further - 1, mask=further <= n_edges, other=0)
         document = tl.where((further <= n_edges) & (edge <= tokens), further, document)
-        stride = stride // 2
+        power = power // 2
     return document
 
 
@@ -86,29 +88,29 @@ def _edge(index, cu_ptr, n_edges, total):
 
 
 @triton.jit
-def _ranges_of(tokens, side):
+def _ranges_of(tokens, inputs):
     """Returns the `_Ranges` of `tokens`, which are queries or keys."""
-    n_edges = side.n_edges
-    document = _document_of(tokens, side.own_ptr, n_edges, side.stride)
-    start = _edge(document - 1, side.other_ptr, n_edges, side.total_other)
-    end = _edge(document, side.other_ptr, n_edges, side.total_other)
-    aligned = tokens - _edge(document, side.own_ptr, n_edges, side.total_own) + end
-    first = tl.where(side.before < 0, start, tl.minimum(tl.maximum(aligned - side.before, start), end))
-    past_last = tl.where(side.after < 0, end, tl.minimum(tl.maximum(aligned + side.after + 1, start), end))
+    n_edges = inputs.n_edges
+    document = _document_of(tokens, inputs.own_ptr, n_edges, inputs.largest_power)
+    start = _edge(document - 1, inputs.other_ptr, n_edges, inputs.total_other)
+    end = _edge(document, inputs.other_ptr, n_edges, inputs.total_other)
+    aligned = tokens - _edge(document, inputs.own_ptr, n_edges, inputs.total_own) + end
+    first = tl.where(inputs.before < 0, start, tl.minimum(tl.maximum(aligned - inputs.before, start), end))
+    past_last = tl.where(inputs.after < 0, end, tl.minimum(tl.maximum(aligned + inputs.after + 1, start), end))
     return _Ranges(first, past_last, end - start)
 
 
 @triton.jit
-def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr):
+def _store_ranges(program, start_ptr, end_ptr, inputs, total, TOKENS: tl.constexpr):
     """Stores the `_Ranges` of `TOKENS` tokens. `total` is the number of all tokens."""
     tokens = program * TOKENS + tl.arange(0, TOKENS)
-    ranges = _ranges_of(tokens, side)
+    ranges = _ranges_of(tokens, inputs)
     tl.store(start_ptr + tokens, ranges.start, mask=tokens < total)
     tl.store(end_ptr + tokens, ranges.end, mask=tokens < total)
 
 
 @triton.jit
-def _length_of(tiles, side, total, TILE: tl.constexpr):
+def _length_of(tiles, inputs, total, TILE: tl.constexpr):
     """Returns for each tile the length of its first or its last document, whichever is longer.
 
     For tiles of queries, the length of a document is its number of keys. For tiles of keys, the length of a document is
@@ -116,30 +118,30 @@ def _length_of(tiles, side, total, TILE: tl.constexpr):
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
-    return tl.maximum(_ranges_of(first, side).length, _ranges_of(last, side).length)
+    return tl.maximum(_ranges_of(first, inputs).length, _ranges_of(last, inputs).length)
 
 
 @triton.jit
 def _store_order(
-    program, order_ptr, side, total,
+    program, order_ptr, inputs, total,
     TILE: tl.constexpr, LAST_FIRST: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """Stores the indices of `TILES` tiles at their positions in the order of schedule.document_by_document."""
     n_tiles = tl.cdiv(total, TILE)
     tiles = program * TILES + tl.arange(0, TILES)
-    length = _length_of(tiles, side, total, TILE)
-    place = tl.zeros_like(tiles)
+    length = _length_of(tiles, inputs, total, TILE)
+    position = tl.zeros_like(tiles)
     for base in range(0, n_tiles, OTHERS):
         others = base + tl.arange(0, OTHERS)
-        theirs = _length_of(others, side, total, TILE)
+        theirs = _length_of(others, inputs, total, TILE)
         if LAST_FIRST:
             wins_ties = others[None, :] > tiles[:, None]
         else:
             wins_ties = others[None, :] < tiles[:, None]
         longer, equal = theirs[None, :] > length[:, None], theirs[None, :] == length[:, None]
         is_before = (longer | (equal & wins_ties)) & (others < n_tiles)[None, :]  # [TILES, OTHERS]
-        place += tl.sum(is_before.to(tl.int32), axis=1)
-    tl.store(order_ptr + place, tiles, mask=tiles < n_tiles)
+        position += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(order_ptr + position, tiles, mask=tiles < n_tiles)
 
 
 @triton.jit
@@ -148,11 +150,11 @@ def _aligned(size, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["n_edges", "stride", "total_q", "total_k", "left", "right", "keys_in_order"],
+    do_not_specialize=["n_edges", "largest_power", "total_q", "total_k", "left", "right", "keys_in_order"],
     do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
 )
 def _schedule_kernel(
-    out_ptr, cu_q_ptr, cu_k_ptr, n_edges, stride, total_q, total_k, left, right, keys_in_order,
+    out_ptr, cu_q_ptr, cu_k_ptr, n_edges, largest_power, total_q, total_k, left, right, keys_in_order,
     WORK_TILE: tl.constexpr, WIDE_TILE: tl.constexpr,
     TOKENS: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
@@ -175,8 +177,8 @@ def _schedule_kernel(
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)
     after_key_tiles = after_queries + tl.cdiv(tl.cdiv(total_k, WORK_TILE), TILES)
-    queries = _Side(cu_q_ptr, cu_k_ptr, n_edges, stride, total_q, total_k, left, right)
-    keys = _Side(cu_k_ptr, cu_q_ptr, n_edges, stride, total_k, total_q, right, left)
+    queries = _RangeInputs(cu_q_ptr, cu_k_ptr, n_edges, largest_power, total_q, total_k, left, right)
+    keys = _RangeInputs(cu_k_ptr, cu_q_ptr, n_edges, largest_power, total_k, total_q, right, left)
     program = tl.program_id(0)
     if program < after_tiles:
         _store_order(program, query_tiles_ptr, queries, total_q, WORK_TILE, True, TILES, OTHERS)
@@ -223,7 +225,7 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
     return _Layout(sum(sizes), sizes, pick, programs)
 
 
-def takes(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+def can_run(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
     """Returns True if the kernel can read cu_seqlens and no tool traces torch operators, else False."""
     if torch.compiler.is_compiling() or may_be_traced():
         return False

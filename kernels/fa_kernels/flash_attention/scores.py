@@ -10,6 +10,15 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
+def _reciprocal(x):
+    """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
+
+    Triton's division would compile to four times as much code as the instruction rcp.approx.
+    """
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def tanh(x, dtype: tl.constexpr):
     """Computes tanh(x) in fp32, where x is score / softcap. `dtype` is the dtype of q and k.
 
@@ -26,15 +35,6 @@ def tanh(x, dtype: tl.constexpr):
     else:
         t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return t
-
-
-@triton.jit
-def _reciprocal(x):
-    """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
-
-    Triton's division would compile to four times as much code as the instruction rcp.approx.
-    """
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -21,9 +21,11 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
 
     Consecutive programs process one tile for all heads of a section, then the next tile for the same heads, and so on.
     After the last tile, the programs continue with the next section of heads. The argument `section` is the number of
-    heads per section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending
-    order. The kernel divides each tile of the schedule into `TILES_PER_WORK_TILE` smaller tiles, and processes the last
-    smaller tile first.
+    heads per section. With 2 tiles, 4 heads and section=2, programs 0 to 7 process these pairs (tile, head) if tiles
+    are in ascending order: (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3).
+    tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending order. The kernel
+    divides each tile of the schedule into `TILES_PER_WORK_TILE` smaller tiles, and processes the last smaller tile
+    first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)

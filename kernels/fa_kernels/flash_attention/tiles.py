@@ -117,7 +117,7 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
-def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
+def tile_config(arch: Arch, head_dim: int, pass_: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
         # The interpreter uses small tiles, so that short inputs have several tiles.
@@ -125,8 +125,8 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
-        return _TILES_OF_4_BYTES["sm80" if known == "sm100" else known, listed, direction]
-    return _TILES[known, listed, direction]
+        return _TILES_OF_4_BYTES["sm80" if known == "sm100" else known, listed, pass_]
+    return _TILES[known, listed, pass_]
 
 
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
@@ -147,30 +147,30 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     return ("dk", "dv") if apart else ("dkdv",)
 
 
-def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
+def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles for one launch: the table's tiles, or smaller tiles if `device` has too little shared memory.
 
     Tiles that the user measured on the device replace the tiles of the table (tuned_tiles.py). Warns once per device if
     the table does not list the device, or if the tiles of the table do not fit.
     """
     if interpreted():
-        return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
-    return _launch_tiles(device, head_dim, v_head_dim, direction, itemsize)
+        return tile_config("interpreter", max(head_dim, v_head_dim), pass_, itemsize)
+    return _launch_tiles(device, head_dim, v_head_dim, pass_, itemsize)
 
 
 @cache  # called at every launch
-def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
+def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int) -> TileConfig:
     arch, limit = arch_of(device), shared_memory(device)
     widest = max(head_dim, v_head_dim)
-    tuned = _tuned(device, widest, direction, itemsize)
-    entry = tuned or tile_config(arch, widest, direction, itemsize)
-    tiles = fit(arch, entry, head_dim, v_head_dim, direction, itemsize, limit)
+    tuned = _tuned(device, widest, pass_, itemsize)
+    entry = tuned or tile_config(arch, widest, pass_, itemsize)
+    tiles = fit(arch, entry, head_dim, v_head_dim, pass_, itemsize, limit)
     if tuned is None and (arch == "unknown" or tiles != entry):
         _warn_of_guesses(device, limit)
     return tiles
 
 
-def _tuned(device: torch.device, head_dim: int, direction: Pass, itemsize: int) -> TileConfig | None:
+def _tuned(device: torch.device, head_dim: int, pass_: Pass, itemsize: int) -> TileConfig | None:
     """Returns the tile sizes that the user measured (tuned_tiles.py), or None."""
     gpu = torch.cuda.get_device_name(device)
     path = tuned_tiles.file_to_read(gpu)
@@ -178,7 +178,7 @@ def _tuned(device: torch.device, head_dim: int, direction: Pass, itemsize: int) 
         return None
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     measured = tuned_tiles.read_tiles(path, gpu)
-    sizes = measured.get((listed, direction, itemsize))
+    sizes = measured.get((listed, pass_, itemsize))
     return TileConfig(*sizes) if sizes else None
 
 
@@ -194,7 +194,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
 
 
 def fit(
-    arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
+    arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int, limit: int
 ) -> TileConfig:
     """Returns `tiles`, with fewer stages and smaller blocks if `tiles` need more than `limit` bytes of shared memory.
 
@@ -202,11 +202,11 @@ def fit(
     Hopper. With eight warps and two column blocks per head, ptxas 12.8 would generate wrong code for tiles of 64 rows.
     Raises: ValueError if tiles of 16 by 16 do not fit.
     """
-    of_keys = direction in ("dkdv", "dk", "dv")
+    of_keys = pass_ in ("dkdv", "dk", "dv")
     while True:
         for num_stages in range(tiles.num_stages, 0, -1):
             staged = replace(tiles, num_stages=num_stages)
-            needed = shared_bytes(arch, staged, head_dim, v_head_dim, direction, itemsize)
+            needed = shared_bytes(arch, staged, head_dim, v_head_dim, pass_, itemsize)
             if needed <= limit:
                 return staged
         if tiles.block_m == tiles.block_n == 16:
@@ -223,20 +223,70 @@ def fit(
             tiles = replace(tiles, num_warps=min(tiles.num_warps, 4))
 
 
-def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
+def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int) -> int:
     """Returns an upper bound of the bytes of shared memory that a program needs.
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
     if arch == "unknown":  # returns an upper bound of shared memory for all known architectures
-        return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
-    whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
+        return max(shared_bytes(known, tiles, head_dim, v_head_dim, pass_, itemsize) for known in SHARED_LIMIT)
+    one_product = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, pass_, itemsize)
     if itemsize == 4:
-        return max(whole, _shared_of_three_products(arch, tiles, head_dim, v_head_dim, direction))
-    return whole
+        return max(one_product, _shared_of_three_products(arch, tiles, head_dim, v_head_dim, pass_))
+    return one_product
 
 
-def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
+def _shared_of_one_product(
+    arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int
+) -> int:
+    """Returns the bytes of shared memory that a program needs if each matmul is one product, not three TF32 products.
+
+    The returned bytes include the tiles that a program keeps, the blocks that the program loads, and the memory in
+    which the program converts tensors to another layout.
+
+    A program keeps Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
+    """
+    qk_width, v_width = (sum(split_columns(width, itemsize)) for width in (head_dim, v_head_dim))
+    of_keys = pass_ in ("dkdv", "dk", "dv")
+    kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
+    kept = kept_rows * (qk_width + (0 if pass_ in ("fwd", "dv") else v_width)) * itemsize
+    block = read_rows * (qk_width + v_width) * itemsize
+    row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
+    scores = tiles.block_m * tiles.block_n * itemsize
+    if arch == "sm80" or kept_rows < 64:  # mma.sync: registers hold one block, and shared memory holds the next block
+        in_flight = max(1, tiles.num_stages - 1)
+        rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
+    else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive
+        in_flight = tiles.num_stages
+        rewritten = 0
+        if arch == "sm100":
+            rewritten = _rewritten_for_tcgen05(scores, block, read_rows, head_dim, pass_, itemsize)
+    if itemsize == 1:
+        rewritten += read_rows * v_width * 2  # V in fp16
+    if tiles.num_stages == 1:  # without prefetching, V overwrites K in shared memory
+        widest = read_rows * max(qk_width, v_width) * itemsize
+        if pass_ == "fwd":
+            return kept + widest + scores + 2048
+        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks, with 0 in place of inf and NaN
+        rewritten = max(rewritten, scores, isolated)
+    return kept + in_flight * (block + row_values) + rewritten + 2048
+
+
+def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, pass_: Pass, itemsize: int) -> int:
+    """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
+
+    The operands that the program writes to shared memory are P, dS, and copies of loaded blocks with 0 in place of inf
+    and NaN.
+    """
+    first, second = split_columns(head_dim)
+    if pass_ in ("fwd", "dv"):  # P stays in tensor memory
+        return 0
+    if pass_ == "dq":
+        return scores + rows * (first + second) * itemsize + 3072
+    return block + 2 * max(scores, rows * first * itemsize) if second else max(2 * scores, block) + 512
+
+
+def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, pass_: Pass) -> int:
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
     Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. Blocks are
@@ -249,68 +299,18 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
     at the same time.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
-    of_keys = direction in ("dkdv", "dk", "dv")
+    of_keys = pass_ in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
-    kept = kept_rows * (d_1 + d_2 + (0 if direction in ("fwd", "dv") else dv_1 + dv_2)) * 8
+    kept = kept_rows * (d_1 + d_2 + (0 if pass_ in ("fwd", "dv") else dv_1 + dv_2)) * 8
     block = read_rows * (d_1 + d_2 + dv_1 + dv_2) * 4
     ahead = (tiles.num_stages - 1) * (block + (8 * read_rows if of_keys else 0))
     worked_on = read_rows * max(d_1, dv_1) * 8
     if arch == "sm80" or kept_rows < 64:
-        if direction == "fwd":
+        if pass_ == "fwd":
             worked_on = block + 8 * tiles.block_m * tiles.block_n
-        elif direction == "dq":
+        elif pass_ == "dq":
             worked_on //= 2
     return kept + ahead + worked_on + 2048
-
-
-def _shared_of_one_product(
-    arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
-) -> int:
-    """Returns the bytes of shared memory that a program needs if each matmul is one product, not three TF32 products.
-
-    The returned bytes include the tiles that a program keeps, the blocks that the program loads, and the memory in
-    which the program converts tensors to another layout.
-
-    A program keeps Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
-    """
-    qk_width, v_width = (sum(split_columns(width, itemsize)) for width in (head_dim, v_head_dim))
-    of_keys = direction in ("dkdv", "dk", "dv")
-    kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
-    kept = kept_rows * (qk_width + (0 if direction in ("fwd", "dv") else v_width)) * itemsize
-    block = read_rows * (qk_width + v_width) * itemsize
-    row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
-    scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync: registers hold one block, and shared memory holds the next block
-        in_flight = max(1, tiles.num_stages - 1)
-        rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
-    else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive
-        in_flight = tiles.num_stages
-        rewritten = 0
-        if arch == "sm100":
-            rewritten = _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
-    if itemsize == 1:
-        rewritten += read_rows * v_width * 2  # V in fp16
-    if tiles.num_stages == 1:  # without prefetching, V overwrites K in shared memory
-        widest = read_rows * max(qk_width, v_width) * itemsize
-        if direction == "fwd":
-            return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks, with 0 in place of inf and NaN
-        rewritten = max(rewritten, scores, isolated)
-    return kept + in_flight * (block + row_values) + rewritten + 2048
-
-
-def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
-
-    The operands that the program writes to shared memory are P, dS, and copies of loaded blocks with 0 in place of inf
-    and NaN.
-    """
-    first, second = split_columns(head_dim)
-    if direction in ("fwd", "dv"):  # P stays in tensor memory
-        return 0
-    if direction == "dq":
-        return scores + rows * (first + second) * itemsize + 3072
-    return block + 2 * max(scores, rows * first * itemsize) if second else max(2 * scores, block) + 512
 
 
 def precision_of(x: Tensor) -> str:

@@ -48,8 +48,8 @@ def file_to_read(gpu: str) -> str:
 def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
     """Writes tile sizes for the GPU with the name `gpu` (see torch.cuda.get_device_name). Replaces an older file."""
     entries = [
-        {"head_dim": head_dim, "pass": direction, "itemsize": itemsize, **dict(zip(SIZES, sizes, strict=True))}
-        for (head_dim, direction, itemsize), sizes in sorted(tiles.items())
+        {"head_dim": head_dim, "pass": pass_, "itemsize": itemsize, **dict(zip(SIZES, sizes, strict=True))}
+        for (head_dim, pass_, itemsize), sizes in sorted(tiles.items())
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"gpu": gpu, "tiles": entries}, indent=1) + "\n", encoding="utf-8")

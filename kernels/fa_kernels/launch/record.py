@@ -47,7 +47,7 @@ from fa_kernels.launch.triton_launcher import (
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
 MAX_KEYS = 512  # maximum number of keys in `_KEYS`; one more key removes all older keys, because many may be obsolete
-MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
+MAX_DESCRIPTORS = 8192  # maximum number of cached TMA descriptors (0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for addresses that are not a multiple of 16
 # Temporary tensors up to this size share one allocation, as an allocation costs at least 1.4 us of host time. Kernels
@@ -122,10 +122,7 @@ def _repeat_or_run(
     function: Callable[..., tuple[Tensor, ...]],
     arguments: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
-    """Returns function(*arguments).
-
-    If the key has a recording, repeats its launches instead of calling the function.
-    """
+    """Returns function(*arguments). If the key has a recording, repeats its launches instead of calling `function`."""
     known = _KEYS.get(key)
     failure = None
     try:
@@ -216,10 +213,7 @@ def _may_record() -> bool:
 
 
 def _say_once(failure: str) -> None:
-    """Logs the first failure to record a call.
-
-    Does not use warnings.warn, because users can turn warnings into errors.
-    """
+    """Logs the first failure to record a call, not with warnings.warn, because users can turn warnings into errors."""
     global _SAID
     if not _SAID:
         _SAID = True
@@ -241,8 +235,8 @@ class _Launch(NamedTuple):
     arguments: Callable[[list[Any]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, because a _Map is an argument of a cached function
-class _Map:
+@dataclass(frozen=True, eq=False)  # hashed by identity, because a _Descriptor is an argument of a cached function
+class _Descriptor:
     """A TMA descriptor whose address is filled in when the launch is repeated."""
 
     place: int  # index of the tensor's address in the list of addresses
@@ -251,8 +245,8 @@ class _Map:
     encoding: Any  # Triton's encoding metadata for this argument of the kernel
 
 
-@lru_cache(maxsize=MAX_MAPS)
-def _encoded(described: _Map, address: int) -> Any:
+@lru_cache(maxsize=MAX_DESCRIPTORS)
+def _encoded(described: _Descriptor, address: int) -> Any:
     """Returns a TMA descriptor, encoded for the tensor at `address`."""
     base = Address(address + described.offset, described.descriptor.base.dtype)
     return encoded(replace(described.descriptor, base=base), described.encoding)
@@ -263,12 +257,15 @@ class _Recording:
     """The allocations and launches of a call. A recording keeps no tensors alive, except those passed to `lasting`.
 
     Lists of addresses have this order: inputs that launches read, allocations, slices of the last allocation.
+    For example, a call with the inputs q, k and v allocates o and lse, and launches kernel(q, k, v, o, lse, 4096, 0.1).
+    The recording has the constants [4096, 0.1]. A repeated call makes a list of the constants and the new addresses,
+    [4096, 0.1, q, k, v, o, lse]. From this list, the launch picks the elements 2, 3, 4, 5, 6, 0 and 1.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # returns the inputs that the recorded kernels read
     allocations: list[Callable[[], Tensor]]  # small temporary tensors are slices of the last allocation
     constants: list[Any]
-    maps: list[_Map]
+    descriptors: list[_Descriptor]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # maps the allocated tensors to the call's outputs
     same: list[tuple[int, int]]  # (i, j): addresses i and j must be equal, as in the recorded call
@@ -303,8 +300,8 @@ def _arguments(
     if any(addresses[one] != addresses[other] for one, other in recording.same):
         return None
     addresses += tuple([addresses[place] + offset for place, offset in recording.slices])
-    maps = [_encoded(x, addresses[x.place]) for x in recording.maps]
-    values = [*recording.constants, *addresses, *maps]
+    descriptors = [_encoded(x, addresses[x.place]) for x in recording.descriptors]
+    values = [*recording.constants, *addresses, *descriptors]
     return [(run, arguments(values)) for run, arguments in recording.launches]
 
 
@@ -326,7 +323,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.allocations: list[Callable[[], Tensor]] = []
         self.temporary: list[int] = []  # indices in self.allocations of tensors from torch.empty; some may be outputs
         self.constants: list[Any] = []
-        self.maps: list[_Map] = []
+        self.descriptors: list[_Descriptor] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
         self.same: set[tuple[int, int]] = set()
 
@@ -397,16 +394,16 @@ class _Recorder(torch_private.TorchDispatchMode):
         places = {i: n for n, i in enumerate([*read, *(self.n_inputs + i for i in alone)])}
         places |= {self.n_inputs + i: first_slice + n for n, i in enumerate(shared)}
         launches = self._launches(places, first_slice + len(shared), stream)
-        maps = [replace(x, place=places[x.place]) for x in self.maps]
+        descriptors = [replace(x, place=places[x.place]) for x in self.descriptors]
         same = sorted((places[one], places[other]) for one, other in self.same)
         slices = [(first_slice - 1, start) for start in starts]
         returned = _getter([alone.index(i) for i in chosen])
-        return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
+        return _Recording(_getter(read), allocations, self.constants, descriptors, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of all tensors whose addresses occur in self.launches, self.maps or self.same."""
+        """Returns the indices of all tensors whose addresses occur in self.launches, self.descriptors or self.same."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
-        return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
+        return in_launches | {x.place for x in self.descriptors} | {i for pair in self.same for i in pair}
 
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
@@ -428,8 +425,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Returns where a repeated call finds the values for the kernel argument x, as a list of (tag, index).
 
-        A tag is "constant", "address" or "map". If x is a TMA descriptor, the list has one "map" element, and one
-        "constant" element for each size and stride. If x is not a TMA descriptor, the list has one element.
+        A tag is "constant", "address" or "descriptor". If x is a TMA descriptor, the list has one "descriptor" element,
+        and one "constant" element for each size and stride. If x is not a TMA descriptor, the list has one element.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())
@@ -440,8 +437,9 @@ class _Recorder(torch_private.TorchDispatchMode):
             encoding = next(encodings, None)
             if encoding is None:
                 raise _Unclear  # the compiled kernel has no encoding metadata for the TMA descriptor x
-            self.maps.append(_Map(*self._place(x.base.data_ptr()), x, encoding))
-            return [("map", len(self.maps) - 1), *(self._constant(size) for size in (*x.shape, *x.strides))]
+            self.descriptors.append(_Descriptor(*self._place(x.base.data_ptr()), x, encoding))
+            sizes = [self._constant(size) for size in (*x.shape, *x.strides)]
+            return [("descriptor", len(self.descriptors) - 1), *sizes]
         if any(hasattr(y, "data_ptr") for y in (x if isinstance(x, (list, tuple)) else [x])):
             raise _Unclear  # x contains a tensor, but a repeated call could not replace its address
         return [self._constant(x)]

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fa_kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa_kernels.flash_attention import interface, schedule_cache
-from fa_kernels.flash_attention.checks import FP8
-from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
+from fa_kernels.flash_attention.checks import FP8, window_of
+from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
 from fa_kernels.flash_attention.tiles import _has_tf32, precision_of
 from tests.kernels.flash_attention.support.packed_check import check, draw
@@ -195,7 +195,7 @@ def test_other_lengths_compile_nothing_anew():
 @pytest.mark.parametrize("kept", [False, True])
 def test_bad_input_is_named(arguments, message, kept, monkeypatch):
     """A call with bad input always raises its error, even if an earlier call has left a schedule in the cache."""
-    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedule_cache, "_CACHED", {})
     inputs = dict(zip("qkv", dense_inputs(), strict=True))
     device = inputs["q"].device
     arguments = {
@@ -203,10 +203,10 @@ def test_bad_input_is_named(arguments, message, kept, monkeypatch):
     }
     if kept:
         flash_attn_func(**inputs)
-    n_kept = len(schedule_cache._KEPT)
+    n_kept = len(schedule_cache._CACHED)
     with pytest.raises(ValueError, match=message):
         flash_attn_func(**inputs | arguments)
-    assert len(schedule_cache._KEPT) == n_kept
+    assert len(schedule_cache._CACHED) == n_kept
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 2, 8)])

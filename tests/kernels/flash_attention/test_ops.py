@@ -104,7 +104,7 @@ def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
     heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
     columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)
     for x, copied in ((parts[1], False), (heads_first, batch > 1), (columns_last, True)):
-        y = backend.in_order(x)
+        y = backend.evenly_strided(x)
         assert (y is not x) == copied and torch.equal(x, y)
         assert backend.packed(y).data_ptr() == y.data_ptr() and y.stride(-1) == 1
 
@@ -137,7 +137,7 @@ def test_calls_with_schedules_of_other_lengths_have_other_keys(device):
     x, features = torch.randn(20, 2, 16, device=device), Features(1.0, 0.0, None, [])
     full = causal_schedule(None, 20, device)
     others = full._replace(key_start=full.key_start[:19]), full._replace(query_start=full.query_start[:0])
-    keys = {backend._forward_call(x, x, x, schedule, features, x.dtype)[0] for schedule in (full, *others)}
+    keys = {backend._describe_forward(x, x, x, schedule, features, x.dtype)[0] for schedule in (full, *others)}
     assert len(keys) == 3
 
 

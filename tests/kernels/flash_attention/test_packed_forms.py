@@ -110,13 +110,13 @@ def test_a_packed_form_equals_the_reference():
 @pytest.mark.parametrize(("joined_function", "function", "q_shape", "joined_shape"), CASES)
 def test_parts_are_read_in_place(joined_function, function, q_shape, joined_shape, monkeypatch):
     joined, read = draw(*joined_shape).detach(), []
-    forward = interface.flash_attention_forward
+    forward = interface.differentiable_attention
 
-    def spy(*arguments):
+    def spy(*arguments, **options):
         read.extend(arguments[:3])
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
-    monkeypatch.setattr(interface, "flash_attention_forward", spy)
+    monkeypatch.setattr(interface, "differentiable_attention", spy)
     joined_function(*([draw(*q_shape)] if q_shape else []), joined)
     parts = joined.shape[-3]
     pointers = [x.data_ptr() for x in joined.unbind(-3)]

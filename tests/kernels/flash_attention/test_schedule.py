@@ -15,9 +15,9 @@ from fa_kernels.flash_attention.schedule import (
     VERY_LONG_DOCUMENT,
     Schedule,
     build_schedule,
+    cached_dense_schedule,
     causal_schedule,
     dense_schedule,
-    kept_schedule,
 )
 
 CPU = torch.device("cpu")
@@ -223,7 +223,7 @@ def test_schedules_for_tracing_are_not_kept():
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev", "functionalize"])
 def test_schedules_made_in_a_transform_are_not_kept(transform, device, monkeypatch):
     """Tensors that were created inside a functorch transform cannot be read after the transform."""
-    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedule_cache, "_CACHED", {})
     q = torch.randn(1, 20, 2, 16, device=device)
     x = torch.ones((), device=device)
 
@@ -237,9 +237,9 @@ def test_schedules_made_in_a_transform_are_not_kept(transform, device, monkeypat
         "jacrev": lambda: torch.func.jacrev(scaled)(x),
         "functionalize": lambda: torch.func.functionalize(scaled)(x),
     }[transform]()
-    assert not schedule_cache._KEPT
+    assert not schedule_cache._CACHED
     first = flash_attn_func(q, q, q, causal=True)
-    assert len(schedule_cache._KEPT) == 1
+    assert len(schedule_cache._CACHED) == 1
     assert torch.equal(flash_attn_func(q, q, q, causal=True), first)
 
 
@@ -256,7 +256,7 @@ def test_gpus_share_no_schedule(monkeypatch):
     """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch_private, "_raw_stream", lambda index: 0)
-    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedule_cache, "_CACHED", {})
     monkeypatch.setattr(schedules, "_build_dense_schedule", lambda *_: object())
     built = []
     for current in (0, 1):
@@ -268,7 +268,7 @@ def test_gpus_share_no_schedule(monkeypatch):
 def test_another_stream_has_its_own_schedule(monkeypatch):
     """A schedule must not be read while another stream is still writing it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedule_cache, "_CACHED", {})
     monkeypatch.setattr(schedules, "_build_dense_schedule", lambda *_: object())
     of_streams = []
     for stream in (0, 7):
@@ -278,10 +278,10 @@ def test_another_stream_has_its_own_schedule(monkeypatch):
 
 
 def test_no_more_than_a_few_schedules_are_kept(monkeypatch):
-    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedule_cache, "_CACHED", {})
     lengths = range(1, schedule_cache.MAX_SCHEDULES + 2)
     built = [dense_schedule(1, n, n, CPU, causal=True) for n in lengths]
-    kept = [kept_schedule(1, n, n, torch.zeros(0), True, (-1, -1)) for n in lengths]
+    kept = [cached_dense_schedule(1, n, n, torch.zeros(0), True, (-1, -1)) for n in lengths]
     assert kept[0] is None and all(a is b for a, b in zip(kept[1:], built[1:], strict=True))
 
 

@@ -114,20 +114,20 @@ def test_cu_seqlens_need_not_be_aligned():
 
 def test_what_the_kernel_cannot_read_is_left_to_torch(monkeypatch):
     x = torch.zeros(4, dtype=torch.int32)
-    assert not schedule_kernel.takes(x, x)
+    assert not schedule_kernel.can_run(x, x)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert schedule_kernel.takes(x, x)
+    assert schedule_kernel.can_run(x, x)
     for other in (x.long(), x[::2], torch.nn.Parameter(x, requires_grad=False)):
-        assert not schedule_kernel.takes(other, x) and not schedule_kernel.takes(x, other)
+        assert not schedule_kernel.can_run(other, x) and not schedule_kernel.can_run(x, other)
     with FakeTensorMode():
-        assert not schedule_kernel.takes(x, x)
+        assert not schedule_kernel.can_run(x, x)
     inside = []
-    torch.func.vmap(lambda y: (inside.append(schedule_kernel.takes(x, x)), y)[1])(x)
+    torch.func.vmap(lambda y: (inside.append(schedule_kernel.can_run(x, x)), y)[1])(x)
     assert inside == [False]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert not schedule_kernel.takes(x, x)
+    assert not schedule_kernel.can_run(x, x)
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_attention_is_the_same_with_the_kernels_schedule(gradients, monkeypatch)
     cu = cumulative([20, 0, 27])
     call = lambda: flash_attn_varlen_func(q, k, v, cu, cu, 27, 27, causal=True)  # noqa: E731
     results = []
-    for takes in (False, True):
-        monkeypatch.setattr(schedule_kernel, "takes", lambda *_, takes=takes: takes)
+    for can_run in (False, True):
+        monkeypatch.setattr(schedule_kernel, "can_run", lambda *_, can_run=can_run: can_run)
         o = call()
         results.append([o, *torch.autograd.grad(o.sum(), (q, k, v))] if gradients else [o])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

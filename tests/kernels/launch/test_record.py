@@ -167,12 +167,12 @@ def test_another_device_is_another_key(on_gpu_0):
     features = Features(1.0, 0.0, None, [])
     elsewhere = schedule._replace(key_start=schedule.key_start.to("meta"))
     keys = {
-        backend._call("forward", x, tensors, of, features)[0]
+        backend._description("forward", x, tensors, of, features)[0]
         for tensors, of in (((x, x), schedule), ((x, x), elsewhere), ((x, x, x[0, 0]), schedule))
     }
     assert len(keys) == 3
     on_meta = x, x, x[0, 0].to("meta")
-    assert backend._call("forward", x, on_meta, schedule, features)[0] not in keys
+    assert backend._description("forward", x, on_meta, schedule, features)[0] not in keys
 
 
 def test_strides_that_do_not_matter_are_not_in_the_key():
@@ -180,7 +180,7 @@ def test_strides_that_do_not_matter_are_not_in_the_key():
     x = torch.zeros(20 * 64)
     strides = (16, 16), (16, 5), (32, 16), (64, 16)
     views = [x.as_strided((20, 1, 16), (step, head, 1)) for step, head in strides]
-    keys = [backend._call("forward", y, (y, y), schedule, features)[0] for y in views]
+    keys = [backend._description("forward", y, (y, y), schedule, features)[0] for y in views]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
@@ -200,12 +200,12 @@ def test_each_option_is_another_key(monkeypatch):
         (x.half(), schedule, plain, torch.float32),
         (x.transpose(0, 1).contiguous().transpose(0, 1), schedule, plain, torch.float32),
     ]
-    keys = [backend._forward_call(q, q, q, of, features, out_dtype)[0] for q, of, features, out_dtype in forwards]
+    keys = [backend._describe_forward(q, q, q, of, features, out_dtype)[0] for q, of, features, out_dtype in forwards]
     monkeypatch.setenv(backend.VARIABLE, "portable")
-    keys.append(backend._forward_call(x, x, x, schedule, plain, torch.float32)[0])
+    keys.append(backend._describe_forward(x, x, x, schedule, plain, torch.float32)[0])
 
     def backward_key(dlse, features, deterministic):
-        return backend._backward_call(x, dlse, x, x, x, x, lse, schedule, features, deterministic)[0]
+        return backend._describe_backward(x, dlse, x, x, x, x, lse, schedule, features, deterministic)[0]
 
     lse = torch.zeros(2, 20)
     keys += [
@@ -223,9 +223,9 @@ def test_the_inputs_are_all_tensors_of_a_call():
     schedule = causal_schedule(None, 20, torch.device("cpu"))
     sinks, descale, *alibi = torch.zeros(5, 2)
     features = Features(1.0, 0.0, sinks, alibi, descale)
-    _, inputs = backend._forward_call(q, k, v, schedule, features, torch.float32)
+    _, inputs = backend._describe_forward(q, k, v, schedule, features, torch.float32)
     assert {*map(id, inputs)} == {*map(id, (q, k, v, sinks, descale, *alibi, *schedule.tensors()))}
-    _, inputs = backend._backward_call(do, dlse, q, k, v, o, lse, schedule, features, False)
+    _, inputs = backend._describe_backward(do, dlse, q, k, v, o, lse, schedule, features, False)
     assert {*map(id, inputs)} == {*map(id, (do, dlse, q, k, v, o, lse, *alibi, *schedule.tensors()))}
 
 
@@ -256,7 +256,7 @@ def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
     schedule = causal_schedule(None, 20, torch.device("cpu"))
 
     def key_of(q, k, v, sinks):
-        return backend._forward_call(q, k, v, schedule, Features(1.0, 0.0, sinks, ()), q.dtype)[0]
+        return backend._describe_forward(q, k, v, schedule, Features(1.0, 0.0, sinks, ()), q.dtype)[0]
 
     checks.require_consistent(**right)
     with pytest.raises(ValueError, match="must"):

@@ -1,7 +1,13 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
-The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
-dP. Together, the two kernels need seven matmuls, while one fused kernel would need five. Exactly one program computes
+The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ:
+
+    S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)     both kernels
+    dV = P^T dO,  dK = scale dS^T Q                                            _dkdv_kernel
+    dQ = scale dS K                                                            _dq_kernel
+
+lse comes from the forward pass, and delta from delta.py. Products without ^T between S, P, dP and dS are elementwise.
+The two kernels need seven matmuls, while one fused kernel would need five. Exactly one program computes
 each output, so the kernels need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in
 the registers together, the first kernel runs twice, once for dK and once for dV. The backward pass then needs eight
 matmuls.
@@ -47,15 +53,15 @@ def _probabilities(
     `scores` is Q K^T. The logits are the scores after the softmax scale, the soft cap and ALiBi. The logits and lse are
     in log2 units.
     """
-    growth = 1.0
+    d_cap = 1.0
     if HAS_SOFTCAP:
         scores, t = cap(scores, softmax_scale, softcap, dtype)
-        growth = 1.0 - t * t
+        d_cap = 1.0 - t * t
     else:
         scores = scores * (softmax_scale * LOG2_E)
     if HAS_ALIBI:
         scores += bias
-    return tl.math.exp2(scores - lse), growth
+    return tl.math.exp2(scores - lse), d_cap
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def _accumulate_dk_dv(
             )
             bias = alibi_bias(slope[None, :], aligned[None, :], keys[:, None])
         lse = (lse * LOG2_E)[None, :]
-        p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
+        p, d_cap = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             # The mask is applied to p, not to the scores. For a query that sees no key, lse is -inf, and scores of -inf
             # would make p = 2^(score - lse) NaN.
@@ -107,7 +113,7 @@ def _accumulate_dk_dv(
             dv = add_to_columns(dv, p.to(do[0].dtype), do, PRECISION)
         if HAS_DK:
             dp = dot_of_columns(v, do, PRECISION)  # [N, M]
-            ds = p * (dp - delta[None, :]) * growth
+            ds = p * (dp - delta[None, :]) * d_cap
             if MASKED:
                 ds = tl.where(visible, ds, 0.0)  # delta of a masked query may be NaN, and 0 * NaN is NaN
             dk = add_to_columns(dk, ds.to(q[0].dtype), q, PRECISION)
@@ -141,7 +147,7 @@ def dkdv_tile(
     last = tl.minimum(first + BLOCK_N, total_k) - 1
     start, whole_start, whole_end, end = tile_range(query_start_ptr, query_end_ptr, first, last, BLOCK_M)
     if PHASES == 1:
-        whole_start = end
+        whole_start = end  # phase 0 then ends at `end`
 
     kv_head_64 = kv_head.to(tl.int64)
     k_ptr += kv_head_64 * stride_kh
@@ -230,7 +236,7 @@ def _accumulate_dq(
         scores = dot_of_columns(q, k, PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], aligned[:, None], keys[None, :]) if HAS_ALIBI else scores
-        p, growth = _probabilities(
+        p, d_cap = _probabilities(
             scores, lse[:, None], bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI
         )
         if MASKED:
@@ -239,7 +245,7 @@ def _accumulate_dq(
         for i in tl.static_range(1, len(DV_COLUMNS)):
             v = load_block(v_ptr, n, stride_vt, total_k, i, DV_COLUMNS, DV, BLOCK_N, MASKED)
             dp = tl.dot(do[i], tl.trans(v), dp, input_precision=PRECISION)
-        ds = p * (dp - delta[:, None]) * growth
+        ds = p * (dp - delta[:, None]) * d_cap
         if MASKED:
             ds = tl.where(is_visible(keys, key_start, key_end), ds, 0.0)
         dq = add_to_columns(dq, ds.to(k[0].dtype), k, PRECISION)
@@ -269,7 +275,7 @@ def dq_tile(
     last = tl.minimum(first + BLOCK_M, total_q) - 1
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
     if PHASES == 1:
-        whole_start = end
+        whole_start = end  # phase 0 then ends at `end`
 
     head_64 = head.to(tl.int64)
     q_ptr += head_64 * stride_qh
@@ -340,8 +346,8 @@ def gradients_of_keys(
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     (n_heads, head_dim), (n_kv_heads, v_head_dim) = q.shape[1:], v.shape[1:]
     section = heads_per_section(k, v, n_heads)
-    for direction in key_passes(arch_of(q.device), max(head_dim, v_head_dim), q.element_size()):
-        tiles = launch_tiles(q.device, head_dim, v_head_dim, direction, q.element_size())
+    for pass_ in key_passes(arch_of(q.device), max(head_dim, v_head_dim), q.element_size()):
+        tiles = launch_tiles(q.device, head_dim, v_head_dim, pass_, q.element_size())
         grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
         if grid:
             launch(
@@ -349,7 +355,7 @@ def gradients_of_keys(
                 q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end,
                 *backward_arguments(q, k, v, do, n_kv_heads, features),
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
-                HAS_DK=direction != "dv", HAS_DV=direction != "dk",
+                HAS_DK=pass_ != "dv", HAS_DV=pass_ != "dk",
                 **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
                 ISOLATE_NAN=schedule.crosses_documents, TILES_PER_WORK_TILE=WORK_TILE // tiles.block_n,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,

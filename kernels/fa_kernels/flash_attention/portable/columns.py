@@ -13,6 +13,43 @@ from fa_kernels.flash_attention.nan_isolation import isolate_nan
 
 
 @triton.jit
+def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+               ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
+    """Loads one column block [ROWS, COLUMNS[INDEX]], starting with row `first`.
+
+    The tensor has `total` rows and `WIDTH` columns. Columns outside of the tensor are 0. With `MASK_ROWS`, rows outside
+    of the tensor are also 0. Without `MASK_ROWS`, all rows must exist.
+    """
+    FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
+    rows = tl.arange(0, ROWS)
+    cols = FROM + tl.arange(0, COLUMNS[INDEX])
+    # The offset of the tile is int64, because 1M tokens x 32 heads x 128 elements exceed 2**31. Offsets inside the tile
+    # are int32, because int32 offsets need half as many registers.
+    ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
+    if MASK_ROWS and FROM + COLUMNS[INDEX] > WIDTH:
+        block = tl.load(ptrs, mask=(first + rows[:, None] < total) & (cols[None, :] < WIDTH), other=0.0)
+    elif MASK_ROWS:
+        block = tl.load(ptrs, mask=first + rows[:, None] < total, other=0.0)
+    elif FROM + COLUMNS[INDEX] > WIDTH:
+        block = tl.load(ptrs, mask=cols[None, :] < WIDTH, other=0.0)
+    else:
+        block = tl.load(ptrs)
+    return block
+
+
+@triton.jit
+def store_block(ptr, block, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+                ROWS: tl.constexpr):  # fmt: skip
+    """Stores a block [ROWS, COLUMNS[INDEX]] to the addresses that `load_block` reads with the same arguments."""
+    FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
+    rows = tl.arange(0, ROWS)
+    cols = FROM + tl.arange(0, COLUMNS[INDEX])
+    ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
+    mask = (first + rows[:, None] < total) & (cols[None, :] < WIDTH)
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                  MASK_ROWS: tl.constexpr):  # fmt: skip
     """Loads `ROWS` rows, starting with row `first`. Returns a tuple of blocks [ROWS, COLUMNS[i]].
@@ -50,31 +87,6 @@ def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-               ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads one column block [ROWS, COLUMNS[INDEX]], starting with row `first`.
-
-    The tensor has `total` rows and `WIDTH` columns. Columns outside of the tensor are 0. With `MASK_ROWS`, rows outside
-    of the tensor are also 0. Without `MASK_ROWS`, all rows must exist.
-    """
-    FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
-    rows = tl.arange(0, ROWS)
-    cols = FROM + tl.arange(0, COLUMNS[INDEX])
-    # The offset of the tile is int64, because 1M tokens x 32 heads x 128 elements exceed 2**31. Offsets inside the tile
-    # are int32, because int32 offsets need half as many registers.
-    ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
-    if MASK_ROWS and FROM + COLUMNS[INDEX] > WIDTH:
-        block = tl.load(ptrs, mask=(first + rows[:, None] < total) & (cols[None, :] < WIDTH), other=0.0)
-    elif MASK_ROWS:
-        block = tl.load(ptrs, mask=first + rows[:, None] < total, other=0.0)
-    elif FROM + COLUMNS[INDEX] > WIDTH:
-        block = tl.load(ptrs, mask=cols[None, :] < WIDTH, other=0.0)
-    else:
-        block = tl.load(ptrs)
-    return block
-
-
-@triton.jit
 def in_fp16(columns):
     """Converts each column block to fp16."""
     blocks = ()
@@ -84,18 +96,18 @@ def in_fp16(columns):
 
 
 @triton.jit
+def _zero_block(INDEX: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    SIZE: tl.constexpr = COLUMNS[INDEX]
+    return tl.zeros([ROWS, SIZE], tl.float32)
+
+
+@triton.jit
 def zero_columns(COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """Returns a tuple of fp32 blocks [ROWS, COLUMNS[i]] of zeros."""
     blocks = ()
     for i in tl.static_range(len(COLUMNS)):
         blocks += (_zero_block(i, COLUMNS, ROWS),)
     return blocks
-
-
-@triton.jit
-def _zero_block(INDEX: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    SIZE: tl.constexpr = COLUMNS[INDEX]
-    return tl.zeros([ROWS, SIZE], tl.float32)
 
 
 @triton.jit
@@ -143,7 +155,10 @@ def isolate_nan_columns(blocks):
 
 @triton.jit
 def by_block(a, b):
-    """Returns the first blocks of a and b, then their other blocks: ((a[:1], b[:1]), (a[1:], b[1:]))."""
+    """Returns the first blocks of a and b, then their other blocks: ((a[:1], b[:1]), (a[1:], b[1:])).
+
+    `dkdv_tile` carries its sums dK and dV through a loop in this order, because the compiled code depends on the order.
+    """
     return (a[:1], b[:1]), (a[1:], b[1:])
 
 
@@ -151,15 +166,3 @@ def by_block(a, b):
 def by_tensor(blocks):
     """Undoes `by_block`: returns the two tuples (a, b) again."""
     return blocks[0][0] + blocks[1][0], blocks[0][1] + blocks[1][1]
-
-
-@triton.jit
-def store_block(ptr, block, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-                ROWS: tl.constexpr):  # fmt: skip
-    """Stores a block [ROWS, COLUMNS[INDEX]] to the addresses that `load_block` reads with the same arguments."""
-    FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
-    rows = tl.arange(0, ROWS)
-    cols = FROM + tl.arange(0, COLUMNS[INDEX])
-    ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
-    mask = (first + rows[:, None] < total) & (cols[None, :] < WIDTH)
-    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors, shared_memory
+from fa_kernels.device import LN_2, LOG2_E, Arch, arch_of, interpreted, multiprocessors, shared_memory
 from fa_kernels.flash_attention.portable.cache import Cache, Rotary, angles_of, positions_of, rotary_switches, stride_of
 from fa_kernels.flash_attention.portable.decode_tile import (
     Scoring,
@@ -113,7 +113,7 @@ def _merge_kernel(
         o += tl.sum(weight[:, None] * partial, axis=0)
     o = o / tl.where(total > 0, total, 1.0)
     tl.store(o_ptr + row * DV + cols, o.to(o_ptr.dtype.element_ty), mask=cols < DV)
-    tl.store(lse_ptr + lse_row, tl.where(total > 0, finite + tl.log2(total) * 0.6931471805599453, float("-inf")))
+    tl.store(lse_ptr + lse_row, tl.where(total > 0, finite + tl.log2(total) * LN_2, float("-inf")))
 
 
 def decode_attention(

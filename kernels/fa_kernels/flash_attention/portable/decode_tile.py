@@ -7,7 +7,7 @@ in a loop, and stores the outputs.
 import triton
 import triton.language as tl
 
-from fa_kernels.device import LOG2_E
+from fa_kernels.device import LN_2, LOG2_E
 from fa_kernels.flash_attention.masks import is_visible
 from fa_kernels.flash_attention.portable.cache import load_rotated
 from fa_kernels.flash_attention.portable.columns import load_columns
@@ -240,8 +240,8 @@ def attend(
         k = load_columns(k_block, 0, pages.stride_kt, n_left, (BLOCK_D,), D, BLOCK_N, MASKED)[0]  # [N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
         positions = n + tl.arange(0, BLOCK_N)
-        to_log2 = scoring.softmax_scale * LOG2_E
-        if HAS_SOFTCAP:
+        to_log2 = scoring.softmax_scale * LOG2_E  # exp(softmax_scale * scores) is exp2(to_log2 * scores)
+        if HAS_SOFTCAP:  # the soft cap and ALiBi return scores that are already scaled, in log2 units
             scores = cap(scores, scoring.softmax_scale, scoring.softcap, k.dtype)[0]
             to_log2 = 1.0
         if scoring.slope is not None:
@@ -266,7 +266,7 @@ def store_outputs(
     """Stores o and lse of the rows."""
     sees = running.row_sum > 0  # rows that see no key get o = 0 and lse = -inf
     divisor = tl.where(sees, running.row_sum, 1.0)[:, None]
-    lse = tl.where(sees, (running.row_max + tl.log2(running.row_sum)) * 0.6931471805599453, float("-inf"))
+    lse = tl.where(sees, (running.row_max + tl.log2(running.row_sum)) * LN_2, float("-inf"))
     n_heads = n_kv_heads * GROUP
     first_row = (item.split * batch + item.sequence).to(tl.int64) * seqlen_q * n_heads  # earlier splits come first
     o_ptrs = o_ptr + (first_row + rows.token.to(tl.int64) * n_heads + rows.head) * DV  # [M]

@@ -1,4 +1,16 @@
-"""The forward pass: an online softmax over blocks of keys, for each tile of queries (arXiv:2307.08691)."""
+"""The forward pass: an online softmax over blocks of keys, for each tile of queries (arXiv:2307.08691, algorithm 1).
+
+attention_forward launches _fwd_kernel with one program for each tile of BLOCK_M queries of a head. The program calls
+forward_tile, which loads the queries and stores o and lse. In between, `_attend` loops over blocks of BLOCK_N keys.
+The kernels in this folder have arguments with these names:
+
+    stride_qt, stride_qh    elements from one token of q to the next, and from one head of q to the next
+    D, DV                   the head_dim of q and k, and the head_dim of v
+    D_COLUMNS, DV_COLUMNS   the widths of the column blocks of a head (columns.py)
+    GROUP                   the number of query heads that share one KV head
+    head, head_64           the index of a head, as int32 and as int64. Offsets in tensors can exceed 2**31
+    start, whole_start, whole_end, end   the bounds of the keys that a tile visits (masks.tile_range)
+"""
 
 from typing import Any
 
@@ -8,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_kernels.columns_of_head import columns_of
-from fa_kernels.device import LOG2_E
+from fa_kernels.device import LN_2, LOG2_E
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.masks import is_visible, tile_range
 from fa_kernels.flash_attention.portable.columns import (
@@ -43,8 +55,8 @@ def _attend(
             k = load_block(k_ptr, n, stride_kt, total_k, i, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[i]]
             scores = tl.dot(q[i], tl.trans(k), scores, input_precision=PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
-        to_log2 = softmax_scale * LOG2_E
-        if HAS_SOFTCAP:
+        to_log2 = softmax_scale * LOG2_E  # exp(softmax_scale * scores) is exp2(to_log2 * scores)
+        if HAS_SOFTCAP:  # the soft cap and ALiBi return scores that are already scaled, in log2 units
             scores = cap(scores, softmax_scale, softcap, q[0].dtype)[0]
             to_log2 = 1.0
         if HAS_ALIBI:
@@ -93,7 +105,7 @@ def forward_tile(
     last = tl.minimum(first + BLOCK_M, total_q) - 1
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
     if PHASES == 1:
-        whole_start = end
+        whole_start = end  # phase 0 then ends at `end`
 
     if descale_ptr is not None:
         softmax_scale = softmax_scale * tl.load(descale_ptr + head)
@@ -127,7 +139,7 @@ def forward_tile(
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     if descale_ptr is not None:
         divisor = divisor / tl.load(descale_ptr + n_heads + head)
-    lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
+    lse = tl.where(sees, (row_max + tl.log2(row_sum)) * LN_2, float("-inf"))
     stride_ot = n_heads * DV
     o_ptr += head_64 * DV
     for i in tl.static_range(len(DV_COLUMNS)):

@@ -1,7 +1,8 @@
-"""Recomputes tiles whose results contain NaN, because the NaN may have come from another document.
+"""Recomputes tiles in which the Hopper kernels found NaN, because the NaN may have come from another document.
 
-The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if the NaN mark of
-any of its rows is 1.
+The portable kernels isolate NaN while they compute. The Hopper kernels only write one NaN mark for every 64 rows
+(nan_isolation.py). If the mark of any row of a tile is 1, the functions of forward.py and backward.py compute the tile
+again.
 """
 
 import torch
