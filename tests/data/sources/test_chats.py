@@ -34,10 +34,15 @@ def test_all_formats_give_the_same_chat():
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"), [("input", "output"), ("context", "response"), ("input", "response")], ids=str
-)
-def test_the_input_of_alpaca_and_dolly_follows_the_instruction(name, answer):
-    chat = parse_chat({"instruction": "Add.", name: "2 and 2", answer: "4"}, "")
+    ("question", "name", "answer"),
+    [
+        ("instruction", "input", "output"), ("instruction", "context", "output"), ("question", "context", "answer"),
+        ("instruction", "input", "response"), ("instruction", "context", "response"), ("query", "context", "response"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_context_or_input_follows_the_instruction_or_question(question, name, answer):
+    chat = parse_chat({question: "Add.", name: "2 and 2", answer: "4"}, "")
     assert [message["content"] for message in chat.messages] == ["Add.\n\n2 and 2", "4"]
     assert chat.trained_from == 0
 
@@ -135,6 +140,7 @@ def with_message(**changes):
         ({"prompt": "2", "completion": None}, r"prompt and completion, .*; .*line 2 has prompt, completion \(null\)"),
         ({"instruction": "2", "input": "3"}, "instruction and output, .*; .*line 2 has instruction, input"),
         ({"instruction": "2", "context": ["3"], "response": "4"}, "context must be a text; .*line 2 has a list"),
+        ({"question": "2", "context": {"a": "3"}, "answer": "4"}, "context must be a text; .*line 2 has a dict"),
         ({"query": "2", "response": ""}, "must not be empty; .*line 2, message 1 with role assistant is empty"),
         ({"instruction": 2, "output": "3"}, "instruction must be a text; .*line 2 has a int"),
         ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
