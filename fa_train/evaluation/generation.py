@@ -168,7 +168,10 @@ class Sample:
         trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
         """
         computes = trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)
-        sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
+        try:
+            sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
+        except ValueError as error:  # only of `chats`, because the data module has already read val_path and path
+            raise ValueError(f"sample.chats={self.chats}: {error}") from error
         if sampled is None:
             return
         messages, tools = sampled
