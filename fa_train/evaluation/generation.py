@@ -221,7 +221,7 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
     roles = ", ".join(message["role"] for message in messages)
-    rejected = f"{encoder.tokenizer.name}'s chat template rejects a prompt of messages with the roles {roles}"
+    rejected = f"{encoder.name}'s chat template rejects a prompt of messages with the roles {roles}"
     with named_rejection(rejected):
         text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     return list(hf(text, add_special_tokens=False).input_ids)
