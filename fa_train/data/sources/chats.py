@@ -268,6 +268,8 @@ def _message(value: Any, where: str) -> Message:
                 f"a message's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
                 "answers, use rows of prompt and completion, which train only on the completion"
             )
+    if message.pop("function_call", None):  # chat templates render tool_calls
+        raise ValueError(f"a message must have tool_calls instead of function_call; {where} has function_call")
     calls = message.pop("tool_calls", None)
     if calls:  # an empty list means no tool calls, but some templates reject an empty list
         if role != "assistant":

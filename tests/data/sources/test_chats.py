@@ -162,6 +162,7 @@ def with_message(**changes):
             {"conversations": [{"from": "human", "value": "2"}, {"from": "gpt", "value": "4", "weight": 0}]},
             "weight must be 1, true or absent; .*line 2, message 1 has 0",
         ),
+        (with_message(function_call={"name": "f"}), "tool_calls instead of function_call; .*line 2, message 1 has"),
         (with_message(content=" "), "must not be empty; .*line 2, message 1 with role assistant is empty"),
         (with_message(content=None), "must have text as its content; .*line 2, message 1 has none"),
         (with_message(content={"text": "4"}), "must have text as its content; .*line 2, message 1 has a dict"),
