@@ -23,7 +23,7 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "3"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
+VALIDITY = "4"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
@@ -263,9 +263,9 @@ def _message(value: Any, where: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
     for name in TRAINED:
-        if message.pop(name, 1) != 1:  # True equals 1
+        if message.pop(name, 1) != 1 and role == "assistant":  # True equals 1; other roles are never trained on
             raise ValueError(
-                f"a message's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
+                f"an assistant's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
                 "answers, use rows of prompt and completion, which train only on the completion"
             )
     if message.pop("function_call", None):  # chat templates render tool_calls

@@ -84,8 +84,11 @@ def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
 
 
 def test_marks_of_trained_messages_are_accepted():
-    marked = [QUESTION, ANSWER | {"weight": 1, "train": True}]
+    marked = [QUESTION | {"weight": 0, "train": False}, ANSWER | {"weight": 1, "train": True}]
     assert parse_chat({"messages": marked}, "").messages == [QUESTION, ANSWER]
+    human = {"from": "human", "value": "2 + 2?", "train": False}  # as in the documentation of axolotl
+    sharegpt = {"conversations": [human, {"from": "gpt", "value": "is 4.", "train": True}]}
+    assert parse_chat(sharegpt, "").messages == [QUESTION, ANSWER]
 
 
 def test_files_may_begin_with_a_byte_order_mark(tmp_path):
