@@ -25,6 +25,7 @@ HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 VALIDITY = "4"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAY_BE_EMPTY = ("tool", "system", "developer")  # an empty system prompt can replace the default of a chat template
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
@@ -280,7 +281,7 @@ def _message(value: Any, where: str) -> Message:
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
-    elif not content.strip() and not calls and role != "tool":  # a tool's result may be empty
+    elif not content.strip() and not calls and role not in MAY_BE_EMPTY:
         raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
     return message
 

@@ -75,6 +75,13 @@ def test_a_system_prompt_may_have_its_own_column():
         parse_chat(PAIR | {"system": ["be brief."]}, "row 1")
 
 
+def test_a_system_prompt_may_be_empty():
+    """A chat template may write a default system prompt only if the chat has none, as that of Qwen 2.5 does."""
+    for role in ("system", "developer"):
+        messages = [chat_message(role, ""), QUESTION, ANSWER]
+        assert parse_chat({"messages": messages}, "").messages == messages
+
+
 def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
     calls = [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "add", "arguments": {"a": 1, "b": 2}}]
     rows = [{"messages": [QUESTION, chat_message("assistant", "", tool_calls=[call])]} for call in calls]
