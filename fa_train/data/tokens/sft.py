@@ -240,7 +240,8 @@ class ChatEncoder:
             tools=chat.tools, add_generation_prompt=add_generation_prompt, **self._hf.special_tokens_map
         )
         templates = [template, _with_markers(template)] if has_blocks else [template]
-        with named_rejection(f"{self.name}'s chat template rejects {chat.where}"):
+        part = "" if len(messages) == len(chat.messages) else f"the first {len(messages)} messages of "
+        with named_rejection(f"{self.name}'s chat template rejects {part}{chat.where}"):
             texts = [render_jinja_template([messages], chat_template=one, **arguments)[0][0] for one in templates]
         if not has_blocks:
             return Rendered(texts[0], [])

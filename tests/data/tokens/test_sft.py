@@ -302,6 +302,13 @@ def test_what_the_template_refuses_is_named(expression, message, tmp_path):
         encode(encoder(tmp_path, refusing), SEVERAL_ANSWERS)
 
 
+def test_the_messages_that_the_template_refuses_are_counted(tmp_path):
+    chat_encoder = encoder(tmp_path, "{{ messages[0].role[:0] }}" + CHATML)
+    greeting = {"messages": [chat_message("assistant", "4."), chat_message("user", "2")]}
+    with pytest.raises(ValueError, match=r"template rejects the first 0 messages of chats.jsonl, line 1: .* element 0"):
+        encode(chat_encoder, greeting)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
