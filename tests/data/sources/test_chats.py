@@ -236,6 +236,7 @@ def test_lines_that_are_not_json_objects_can_be_skipped(tmp_path, capsys):
     [
         ("cut.jsonl", '{"messages": [', "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),
         ("cut.json", '[{"prompt": "2",\n', "must be a list of objects; .*cut.json, line 2 is not: "),
+        ("lines.json", '{"prompt": "2"}\n{}', r"line 2 is not: Extra data: .*\. A file with .* must be named .jsonl$"),
         ("object.json", "{}", "must be a list of objects; .*object.json is a dict"),
         ("texts.json", '["2"]', "must be a list of objects; .*texts.json, row 1 is a str"),
         ("cut.parquet", "PAR1", "cut.parquet must be a Parquet file; it cannot be read: "),
