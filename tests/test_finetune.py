@@ -262,7 +262,7 @@ def test_a_mixture_has_samples_only_if_a_file_is_named(tmp_path):
         instantiate(cfg.sample)(SimpleNamespace(is_global_zero=True), None)
     with composed(tmp_path, *overrides, f"sample.chats={tmp_path}/missing.jsonl") as cfg:
         sample = instantiate(cfg.sample)
-    with pytest.raises(ValueError, match=r"missing\.jsonl"):
+    with pytest.raises(ValueError, match=r"^sample\.chats=.*missing\.jsonl: .* does not exist$"):
         sample(SimpleNamespace(is_global_zero=True), None)
 
 

@@ -168,7 +168,10 @@ class Sample:
         trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
         """
         computes = trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)
-        sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
+        try:
+            sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
+        except ValueError as error:  # only of `chats`, because the data module has already read val_path and path
+            raise ValueError(f"sample.chats={self.chats}: {error}") from error
         if sampled is None:
             return
         messages, tools = sampled
@@ -218,7 +221,7 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
     roles = ", ".join(message["role"] for message in messages)
-    rejected = f"{encoder.tokenizer.name}'s chat template rejects a prompt of messages with the roles {roles}"
+    rejected = f"{encoder.name}'s chat template rejects a prompt of messages with the roles {roles}"
     with named_rejection(rejected):
         text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     return list(hf(text, add_special_tokens=False).input_ids)

@@ -24,15 +24,15 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "3"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
+VALIDITY = "4"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAY_BE_EMPTY = ("tool", "system", "developer")  # an empty system prompt can replace the default of a chat template
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
     ("question", "answer"), ("query", "response"), ("prompt", "response"),
 )  # fmt: skip
-# In Alpaca and Dolly rows: {column with the answer: optional columns whose texts are added to the instruction}
-INPUTS = {"output": ("input",), "response": ("context", "input")}
+INPUTS = ("context", "input")  # optional columns whose texts are added to an instruction, a question or a query
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
@@ -66,10 +66,11 @@ class ChatCorpus:
       ShareGPT: {"conversations": [{"from", "value"}, ...]}.
       Prompt and completion: {"prompt", "completion"} or {"prompt", "response"}. Each value is a text or a list of
       messages. The model is trained only on the completion or response.
-      Alpaca: {"instruction", "input", "output"}. The value of "input" may be missing or empty.
-      Dolly: {"instruction", "context", "response"}. The value of "context" may be missing or empty. The column
-      "context" may be named "input".
+      Alpaca: {"instruction", "input", "output"}.
+      Dolly: {"instruction", "context", "response"}.
       Question and answer: {"question", "answer"} or {"query", "response"}.
+    In the last three forms, the texts of the columns "context" and "input" are added to the instruction, question or
+    query. Both columns may be missing or empty.
     The content of a message is a string, or a list of parts {"type": "text", "text": ...}. The strings of the parts are
     concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
@@ -199,10 +200,8 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
             prompt = _prompt_or_completion(present, "prompt", "user", where)
             trained_from = len(prompt)
             messages = prompt + _prompt_or_completion(present, answer, "assistant", where)
-        case ("instruction", answer):
-            messages = _question_and_answer(_instruction(present, INPUTS[answer], where), present[answer], where)
         case (question, answer):
-            messages = _question_and_answer(present[question], present[answer], where)
+            messages = _question_and_answer(_with_inputs(present, question, where), present[answer], where)
         case _:
             found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
             *others, last = (" and ".join(form) for form in FORMS)
@@ -223,9 +222,9 @@ def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: s
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, name)
 
 
-def _instruction(row: Mapping[str, Any], inputs: tuple[str, ...], where: str) -> str:
-    """Returns the question of an Alpaca or Dolly row: the instruction, then the text of each column in `inputs`."""
-    texts = {name: row.get(name, "") for name in ("instruction", *inputs)}
+def _with_inputs(row: Mapping[str, Any], question: str, where: str) -> str:
+    """Returns the text of the column `question`, followed by the text of each column in `INPUTS`."""
+    texts = {name: row.get(name, "") for name in (question, *INPUTS)}
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{name} must be a text; {where} has a {type(text).__name__}")
@@ -267,11 +266,13 @@ def _message(value: Any, where: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
     for name in TRAINED:
-        if message.pop(name, 1) != 1:  # True equals 1
+        if message.pop(name, 1) != 1 and role == "assistant":  # True equals 1; other roles are never trained on
             raise ValueError(
-                f"a message's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
+                f"an assistant's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
                 "answers, use rows of prompt and completion, which train only on the completion"
             )
+    if message.pop("function_call", None):  # chat templates render tool_calls
+        raise ValueError(f"a message must have tool_calls instead of function_call; {where} has function_call")
     calls = message.pop("tool_calls", None)
     if calls:  # an empty list means no tool calls, but some templates reject an empty list
         if role != "assistant":
@@ -282,7 +283,7 @@ def _message(value: Any, where: str) -> Message:
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
-    elif not content.strip() and not calls and role != "tool":  # a tool's result may be empty
+    elif not content.strip() and not calls and role not in MAY_BE_EMPTY:
         raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
     return message
 

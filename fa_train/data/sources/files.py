@@ -327,7 +327,8 @@ def _items(path: Path) -> Iterator[SourceRow]:
         items = json.loads(text)
     except (ValueError, RecursionError) as error:  # the text is not JSON, has a huge integer, or is nested too deeply
         where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
-        raise ValueError(f"a .json file must be a list of objects; {where} is not: {error}") from error
+        hint = ". A file with one object per line must be named .jsonl" if "Extra data" in str(error) else ""
+        raise ValueError(f"a .json file must be a list of objects; {where} is not: {error}{hint}") from error
     if not isinstance(items, list):
         raise ValueError(f"a .json file must be a list of objects; {path} is a {type(items).__name__}")
     for number, value in enumerate(items, 1):

@@ -23,7 +23,7 @@ from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded, Encoder
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "6"  # the version of the conversion from chats to tokens; the cache key contains this version
+FORMAT = "7"  # the version of the conversion from chats to tokens; the cache key contains this version
 GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -65,7 +65,8 @@ class ChatEncoder:
         if not isinstance(tokenizer, HFTokenizer):
             raise ValueError("data.tokenizer must be a tokenizer with a chat template; got null, which means bytes")
         self.tokenizer: Tokenizer = tokenizer
-        self._name, self._hf = tokenizer.name, tokenizer.hf
+        self._hf = tokenizer.hf
+        self.name = chat_template or tokenizer.name  # of the template, for error messages
         if not self._hf.is_fast:
             raise ValueError(
                 f"data.tokenizer must be a fast tokenizer, because slow tokenizers return no token offsets; "
@@ -153,7 +154,7 @@ class ChatEncoder:
                 continue
             if rendered == text:
                 raise ValueError(
-                    f"a chat template must render {name}; that of {self._name} omits the {name} of {chat.where}. Set "
+                    f"a chat template must render {name}; that of {self.name} omits the {name} of {chat.where}. Set "
                     f"data.chat_template=<file> to a template that renders them, or remove {name} from the chat"
                 )
 
@@ -177,7 +178,7 @@ class ChatEncoder:
                 is_developer = role == "developer"
                 instead = "give the message the role system" if is_developer else f"remove the {name} from the message"
                 raise ValueError(
-                    f"a chat template must render the {name} of every message; the template of {self._name} omits the "
+                    f"a chat template must render the {name} of every message; the template of {self.name} omits the "
                     f"{name} of {chat.where}, message {i}, with role {role}. Set data.chat_template=<file> to a "
                     f"template that renders it, or {instead}"
                 )
@@ -196,7 +197,7 @@ class ChatEncoder:
         if len(rendered.spans) != n_answers and not rendered.text.startswith(before.text):
             raise ValueError(
                 "a chat template must have one {% generation %} block for each answer, or render a message "
-                f"independently of later messages; {self._name}'s does neither for {chat.where}. Set "
+                f"independently of later messages; {self.name}'s does neither for {chat.where}. Set "
                 "data.chat_template=<file> to a copy with one block for each answer"
             )
         return rendered.spans[len(before.spans) :]
@@ -208,13 +209,13 @@ class ChatEncoder:
         if not answered.startswith(prompt):
             raise ValueError(
                 "a chat template must render an answer directly after the text of its prompt, or mark answers with "
-                f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. Set "
+                f"{{% generation %}}; {self.name}'s does neither for {chat.where}, message {index}. Set "
                 "data.chat_template=<file> to a copy with marked answers"
             )
         if not text.startswith(answered):
             raise ValueError(
                 "a chat template must render a message independently of later messages, or mark answers with "
-                f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. It may remove "
+                f"{{% generation %}}; {self.name}'s does neither for {chat.where}, message {index}. It may remove "
                 "the reasoning from earlier answers. Set data.chat_template=<file> to a copy with marked answers, or "
                 "make each answer a separate row of prompt and completion"
             )
@@ -239,7 +240,8 @@ class ChatEncoder:
             tools=chat.tools, add_generation_prompt=add_generation_prompt, **self._hf.special_tokens_map
         )
         templates = [template, _with_markers(template)] if has_blocks else [template]
-        with named_rejection(f"{self._name}'s chat template rejects {chat.where}"):
+        part = "" if len(messages) == len(chat.messages) else f"the first {len(messages)} messages of "
+        with named_rejection(f"{self.name}'s chat template rejects {part}{chat.where}"):
             texts = [render_jinja_template([messages], chat_template=one, **arguments)[0][0] for one in templates]
         if not has_blocks:
             return Rendered(texts[0], [])
@@ -247,7 +249,7 @@ class ChatEncoder:
         if rendered.text != texts[0]:
             raise ValueError(
                 "a chat template must not change the text of a {% generation %} block after the block, for example by "
-                f"a filter; {self._name}'s template changes it for {chat.where}. Apply the filter inside the block, in "
+                f"a filter; {self.name}'s template changes it for {chat.where}. Apply the filter inside the block, in "
                 "a copy of the template, and set data.chat_template=<copy>"
             )
         return rendered

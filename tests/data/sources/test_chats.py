@@ -34,10 +34,15 @@ def test_all_formats_give_the_same_chat():
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"), [("input", "output"), ("context", "response"), ("input", "response")], ids=str
-)
-def test_the_input_of_alpaca_and_dolly_follows_the_instruction(name, answer):
-    chat = parse_chat({"instruction": "Add.", name: "2 and 2", answer: "4"}, "")
+    ("question", "name", "answer"),
+    [
+        ("instruction", "input", "output"), ("instruction", "context", "output"), ("question", "context", "answer"),
+        ("instruction", "input", "response"), ("instruction", "context", "response"), ("query", "context", "response"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_context_or_input_follows_the_instruction_or_question(question, name, answer):
+    chat = parse_chat({question: "Add.", name: "2 and 2", answer: "4"}, "")
     assert [message["content"] for message in chat.messages] == ["Add.\n\n2 and 2", "4"]
     assert chat.trained_from == 0
 
@@ -70,6 +75,13 @@ def test_a_system_prompt_may_have_its_own_column():
         parse_chat(PAIR | {"system": ["be brief."]}, "row 1")
 
 
+def test_a_system_prompt_may_be_empty():
+    """A chat template may write a default system prompt only if the chat has none, as that of Qwen 2.5 does."""
+    for role in ("system", "developer"):
+        messages = [chat_message(role, ""), QUESTION, ANSWER]
+        assert parse_chat({"messages": messages}, "").messages == messages
+
+
 def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
     calls = [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "add", "arguments": {"a": 1, "b": 2}}]
     rows = [{"messages": [QUESTION, chat_message("assistant", "", tool_calls=[call])]} for call in calls]
@@ -79,8 +91,11 @@ def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
 
 
 def test_marks_of_trained_messages_are_accepted():
-    marked = [QUESTION, ANSWER | {"weight": 1, "train": True}]
+    marked = [QUESTION | {"weight": 0, "train": False}, ANSWER | {"weight": 1, "train": True}]
     assert parse_chat({"messages": marked}, "").messages == [QUESTION, ANSWER]
+    human = {"from": "human", "value": "2 + 2?", "train": False}  # as in the documentation of axolotl
+    sharegpt = {"conversations": [human, {"from": "gpt", "value": "is 4.", "train": True}]}
+    assert parse_chat(sharegpt, "").messages == [QUESTION, ANSWER]
 
 
 def test_files_may_begin_with_a_byte_order_mark(tmp_path):
@@ -135,6 +150,7 @@ def with_message(**changes):
         ({"prompt": "2", "completion": None}, r"prompt and completion, .*; .*line 2 has prompt, completion \(null\)"),
         ({"instruction": "2", "input": "3"}, "instruction and output, .*; .*line 2 has instruction, input"),
         ({"instruction": "2", "context": ["3"], "response": "4"}, "context must be a text; .*line 2 has a list"),
+        ({"question": "2", "context": {"a": "3"}, "answer": "4"}, "context must be a text; .*line 2 has a dict"),
         ({"query": "2", "response": ""}, "must not be empty; .*line 2, message 1 with role assistant is empty"),
         ({"instruction": 2, "output": "3"}, "instruction must be a text; .*line 2 has a int"),
         ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
@@ -156,6 +172,7 @@ def with_message(**changes):
             {"conversations": [{"from": "human", "value": "2"}, {"from": "gpt", "value": "4", "weight": 0}]},
             "weight must be 1, true or absent; .*line 2, message 1 has 0",
         ),
+        (with_message(function_call={"name": "f"}), "tool_calls instead of function_call; .*line 2, message 1 has"),
         (with_message(content=" "), "must not be empty; .*line 2, message 1 with role assistant is empty"),
         (with_message(content=None), "must have text as its content; .*line 2, message 1 has none"),
         (with_message(content={"text": "4"}), "must have text as its content; .*line 2, message 1 has a dict"),
@@ -219,6 +236,7 @@ def test_lines_that_are_not_json_objects_can_be_skipped(tmp_path, capsys):
     [
         ("cut.jsonl", '{"messages": [', "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),
         ("cut.json", '[{"prompt": "2",\n', "must be a list of objects; .*cut.json, line 2 is not: "),
+        ("lines.json", '{"prompt": "2"}\n{}', r"line 2 is not: Extra data: .*\. A file with .* must be named .jsonl$"),
         ("object.json", "{}", "must be a list of objects; .*object.json is a dict"),
         ("texts.json", '["2"]', "must be a list of objects; .*texts.json, row 1 is a str"),
         ("cut.parquet", "PAR1", "cut.parquet must be a Parquet file; it cannot be read: "),

@@ -302,6 +302,13 @@ def test_what_the_template_refuses_is_named(expression, message, tmp_path):
         encode(encoder(tmp_path, refusing), SEVERAL_ANSWERS)
 
 
+def test_the_messages_that_the_template_refuses_are_counted(tmp_path):
+    chat_encoder = encoder(tmp_path, "{{ messages[0].role[:0] }}" + CHATML)
+    greeting = {"messages": [chat_message("assistant", "4."), chat_message("user", "2")]}
+    with pytest.raises(ValueError, match=r"template rejects the first 0 messages of chats.jsonl, line 1: .* element 0"):
+        encode(chat_encoder, greeting)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -421,6 +428,10 @@ def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
     given = ChatEncoder(HFTokenizer(folder), str(tmp_path / "chatml.jinja"))
     assert runs(given, encode(given, PAIR)) == ["is 4.<|im_end|>"]
     assert given.render(parse_chat(PAIR, "")).text.startswith("<|im_start|>"), "a byte order mark is no text"
+    (tmp_path / "refusing.jinja").write_text("{{ raise_exception('no chats') }}")
+    refusing = ChatEncoder(HFTokenizer(folder), str(tmp_path / "refusing.jinja"))
+    with pytest.raises(ValueError, match=f"^{tmp_path}/refusing.jinja's chat template rejects .*: no chats"):
+        encode(refusing, PAIR)
     (tmp_path / "latin1.jinja").write_bytes(b"{# \xe9 #}" + CHATML.encode())
     with pytest.raises(ValueError, match=r"a text file must be UTF-8; .*latin1.jinja, line 1 has the byte 0xe9"):
         ChatEncoder(HFTokenizer(folder), str(tmp_path / "latin1.jinja"))
