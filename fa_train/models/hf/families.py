@@ -231,6 +231,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     unknown = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(f"layer_types must be full_attention or sliding_attention; got {', '.join(unknown)}")
+    if config.sliding_window is None and "sliding_attention" in config.layer_types:
+        raise ValueError(
+            "layer_types must be full_attention if sliding_window is null or use_sliding_window is false; "
+            "got sliding_attention"
+        )
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 

@@ -33,6 +33,8 @@ from tests.models.hf.support.checkpoints import YARN, assert_same_weights, edit_
         pytest.param("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false", id="scale"),
         pytest.param("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping must be null", id="soft-cap"),
         pytest.param("gemma3", {"sliding_window": None}, "sliding_window must be a number of tokens", id="no-window"),
+        pytest.param("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+            "layer_types must be full_attention if .* use_sliding_window is false; got sliding", id="unused-window"),
         pytest.param("gemma2", {"sliding_window_size": 9}, "sliding_window_size must equal sliding_window, .*; got 9",
             id="two-windows"),
         pytest.param("qwen2", {"use_mrope": True}, "use_mrope must be false or null; got true", id="mrope"),
