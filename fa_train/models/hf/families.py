@@ -197,6 +197,8 @@ def _gemma3(config: Any) -> dict[str, Any]:
         )
     if config.sliding_window is None:  # only layers with a window use local_rope_theta
         raise ValueError("sliding_window must be a number of tokens; got null")
+    if by_kind["full_attention"].get("truncate") is False:
+        raise ValueError("rope_parameters.full_attention must not have truncate=false, which transformers ignores")
     config.rope_parameters = by_kind["full_attention"]
     arguments = _gemma2(config)
     return arguments | {

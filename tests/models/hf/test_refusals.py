@@ -44,6 +44,8 @@ from tests.models.hf.support.checkpoints import YARN, assert_same_weights, edit_
             "long_factor": [1.0], "factor": 1.0, "original_max_position_embeddings": 8}},
             "rope_type must be one of default, linear, dynamic, yarn, llama3; got longrope", id="rope-type"),
         pytest.param("llama", {"rope_parameters": YARN | {"beta_medium": 3}}, "unknown: beta_medium", id="rope-field"),
+        pytest.param("gemma3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+            "full_attention must not have truncate=false, which transformers ignores", id="truncate"),
         pytest.param("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0; got 0.5", id="part"),
         pytest.param("llama", {"rope_parameters": None, "rope_theta": None}, "rope_theta must be a number; got null",
             id="no-theta"),
