@@ -95,7 +95,8 @@ def load_pretrained(
     if vocab_size is not None and vocab_size > known:
         raise ValueError(
             f"data.tokenizer must have at most {known} tokens, the vocabulary of {pretrained}; got {vocab_size}. "
-            f"Choose data.tokenizer={pretrained}"
+            f"Choose data.tokenizer={pretrained}. If you have chosen it, choose a copy of it without the tokens from "
+            f"id {known} on"
         )
     generation_config = folder / "generation_config.json"
     model.origin = Origin(

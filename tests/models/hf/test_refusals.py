@@ -206,7 +206,7 @@ def test_folders_without_a_checkpoint_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"vocab_size": 62}, "must have at most 61 tokens, .*; got 62. Choose data.tok", id="vocabulary"),
+        pytest.param({"vocab_size": 62}, "61 tokens, .*; got 62. Choose .* a copy .* from id 61 on", id="vocabulary"),
         pytest.param({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16; got int8", id="dtype"),
         pytest.param({"attention": "fast"}, "attention must be one of flash, sdpa, naive .* got fast", id="attention"),
         pytest.param({"rope_scaling": {"rope_type": "yarn"}}, "missing: factor", id="scaling"),
