@@ -22,7 +22,15 @@ from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.early_checks import HUB_NAME
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, eos_ids, new_config, new_rope, save_pretrained
+from fa_train.models.hf.import_ import (
+    DTYPES,
+    SavesTokenizer,
+    eos_ids,
+    new_config,
+    new_rope,
+    save_pretrained,
+    save_tokenizer,
+)
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
@@ -144,7 +152,7 @@ def write(
     if adapter:
         save_adapter(model, folder, config["model"].get("pretrained"))
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
+            save_tokenizer(tokenizer, folder)
     else:
         if dtype is None and model.origin is not None:
             stored = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")

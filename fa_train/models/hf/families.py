@@ -197,6 +197,8 @@ def _gemma3(config: Any) -> dict[str, Any]:
         )
     if config.sliding_window is None:  # only layers with a window use local_rope_theta
         raise ValueError("sliding_window must be a number of tokens; got null")
+    if by_kind["full_attention"].get("truncate") is False:
+        raise ValueError("rope_parameters.full_attention must not have truncate=false, which transformers ignores")
     config.rope_parameters = by_kind["full_attention"]
     arguments = _gemma2(config)
     return arguments | {
@@ -231,6 +233,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     unknown = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(f"layer_types must be full_attention or sliding_attention; got {', '.join(unknown)}")
+    if config.sliding_window is None and "sliding_attention" in config.layer_types:
+        raise ValueError(
+            "layer_types must be full_attention if sliding_window is null or use_sliding_window is false; "
+            "got sliding_attention"
+        )
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 

@@ -95,7 +95,8 @@ def load_pretrained(
     if vocab_size is not None and vocab_size > known:
         raise ValueError(
             f"data.tokenizer must have at most {known} tokens, the vocabulary of {pretrained}; got {vocab_size}. "
-            f"Choose data.tokenizer={pretrained}"
+            f"Choose data.tokenizer={pretrained}. If you have chosen it, choose a copy of it without the tokens from "
+            f"id {known} on"
         )
     generation_config = folder / "generation_config.json"
     model.origin = Origin(
@@ -171,11 +172,22 @@ def save_pretrained(
     config = _config(model, tokenizer)
     write_weights(model, folder, FAMILIES[config["model_type"]].layout, written, shard_bytes)
     if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
+        save_tokenizer(tokenizer, folder)
     write_json(folder / "generation_config.json", _generation_config(model, tokenizer, ends))
     stored = str(written or model.token_embedding.weight.dtype).removeprefix("torch.")
     dtype_field = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     write_json(folder / "config.json", config | {dtype_field: stored})
+
+
+def save_tokenizer(tokenizer: SavesTokenizer, folder: Path) -> None:
+    """Writes the files of a tokenizer. Raises: ValueError or OSError if a file cannot be written."""
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # the tokenizers library raises a plain Exception, for example if the disk is full
+        raise ValueError(f"the tokenizer could not be written to {folder}: {error}") from error
 
 
 def _arguments(config: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -326,3 +326,10 @@ def test_weights_that_cannot_be_written_are_named_and_removed(tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"a.safetensors could not be written: .* No space left on device"):
         save_tensors({}, tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=r"the tokenizer could not be written to .*: No space left on device"):
+        save_pretrained(build(), tmp_path, word_tokenizer())
+    assert not (tmp_path / "config.json").exists()

@@ -33,6 +33,8 @@ from tests.models.hf.support.checkpoints import YARN, assert_same_weights, edit_
         pytest.param("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false", id="scale"),
         pytest.param("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping must be null", id="soft-cap"),
         pytest.param("gemma3", {"sliding_window": None}, "sliding_window must be a number of tokens", id="no-window"),
+        pytest.param("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+            "layer_types must be full_attention if .* use_sliding_window is false; got sliding", id="unused-window"),
         pytest.param("gemma2", {"sliding_window_size": 9}, "sliding_window_size must equal sliding_window, .*; got 9",
             id="two-windows"),
         pytest.param("qwen2", {"use_mrope": True}, "use_mrope must be false or null; got true", id="mrope"),
@@ -42,6 +44,8 @@ from tests.models.hf.support.checkpoints import YARN, assert_same_weights, edit_
             "long_factor": [1.0], "factor": 1.0, "original_max_position_embeddings": 8}},
             "rope_type must be one of default, linear, dynamic, yarn, llama3; got longrope", id="rope-type"),
         pytest.param("llama", {"rope_parameters": YARN | {"beta_medium": 3}}, "unknown: beta_medium", id="rope-field"),
+        pytest.param("gemma3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+            "full_attention must not have truncate=false, which transformers ignores", id="truncate"),
         pytest.param("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0; got 0.5", id="part"),
         pytest.param("llama", {"rope_parameters": None, "rope_theta": None}, "rope_theta must be a number; got null",
             id="no-theta"),
@@ -202,7 +206,7 @@ def test_folders_without_a_checkpoint_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"vocab_size": 62}, "must have at most 61 tokens, .*; got 62. Choose data.tok", id="vocabulary"),
+        pytest.param({"vocab_size": 62}, "61 tokens, .*; got 62. Choose .* a copy .* from id 61 on", id="vocabulary"),
         pytest.param({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16; got int8", id="dtype"),
         pytest.param({"attention": "fast"}, "attention must be one of flash, sdpa, naive .* got fast", id="attention"),
         pytest.param({"rope_scaling": {"rope_type": "yarn"}}, "missing: factor", id="scaling"),
