@@ -245,7 +245,7 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
-    return 4 * (3 + head_dim * hopper_bwd.sums_dq(head_dim, dtype, softcap))
+    return 4 * (3 + head_dim * hopper_bwd.uses_fused_kernel(head_dim, dtype, softcap))
 
 
 def in_order(x: Tensor) -> Tensor:

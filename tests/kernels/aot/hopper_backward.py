@@ -36,7 +36,7 @@ def source_of_keys(dtype, group, softcap, marks):
     Attention launches keys._dkdv_kernel only in fp16 calls with a soft cap.
     """
     assert softcap == "1"
-    signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
+    signature = dict(lse_delta_desc=descriptor("fp32", [keys.BLOCK_M]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr"), "*i32")
     for name in ("q", "do", "k", "v", "dk", "dv"):
         rows = keys.BLOCK_M if name in ("q", "do") else keys.BLOCK_N
@@ -54,7 +54,7 @@ def source_of_three_groups(dtype, head_dim, group, softcap, marks, ordered=False
     config = config_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered, int(group))
     kernel = fused._bwd_kernel
     d_1, d_2 = split_columns(head_dim)
-    signature = dict(rows_desc=descriptor("fp32", [config.block_m]), softmax_scale="fp32", softcap="fp32")
+    signature = dict(lse_delta_desc=descriptor("fp32", [config.block_m]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "query_start_ptr", "query_end_ptr"), "*i32")
     signature["marks_ptr"] = "*i32"
     rest = {}
@@ -91,7 +91,7 @@ def source_of_wide(dtype, group, softcap, marks):
     signature = dict(softmax_scale="fp32", softcap="fp32")
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
     pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr")
-    signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
+    signature |= dict.fromkeys(pointers, "*i32") | dict(lse_delta_desc=descriptor("fp32", blocks[:1]))
     return kernel_source(kernel, signature, constants, wide.THREAD_REGISTERS)
 
 

@@ -118,5 +118,9 @@ def test_the_hash_covers_functions_classes_and_constants():
     assert run.returncode == 0, run.stderr
     names = {line.removeprefix("fa_kernels.flash_attention.hopper.") for line in run.stdout.split()}
     of_triton = {"backward.fused._bwd_kernel", "backward.items.produce", "primitives.ring.Ring"}
-    of_the_host = {"backward.fused_config.FusedConfig", "primitives.registers.accumulator", "primitives.registers._asm"}
+    of_the_host = {
+        "backward.fused_config.FusedConfig",
+        "primitives.registers.accumulator_layout",
+        "primitives.registers._asm",
+    }
     assert names >= of_triton | of_the_host | {"BLOCK_N", "DRAWN_BEFORE"}

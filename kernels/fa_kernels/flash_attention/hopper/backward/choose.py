@@ -2,7 +2,7 @@
 
 At head_dim 64, 96 and 128, most calls use one fused kernel with five matmuls (fused.py). The fused kernel computes dK
 and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, the additions to dQ have a fixed order
-(order.py). In calls that are not deterministic, the order of the additions to dQ varies from run to run.
+(dq_order.py). In calls that are not deterministic, the order of the additions to dQ varies from run to run.
 
 At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. Calls that
 cannot use the fused kernel use two kernels, with seven matmuls in total. The kernel in keys.py or wide.py computes
@@ -51,7 +51,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
     )
 
 
-def sums_dq(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
+def uses_fused_kernel(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
     """Returns whether the call uses the fused kernel (fused.py), which adds dQ to a sum in an fp32 tensor."""
     return head_dim != wide.HEAD_DIM and config_of(head_dim, dtype, softcap) is not None
 
@@ -118,7 +118,7 @@ def gradient_of_queries(
 
 
 def _needs(q: Tensor, schedule: Schedule, features: Features, deterministic: bool) -> Needs:
-    sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
+    sums = uses_fused_kernel(q.shape[-1], q.dtype, features.softcap)
     # Only the gradient of sinks, the repair of NaN and the kernel in queries.py read delta as a separate tensor.
     delta = features.sinks is not None or schedule.crosses_documents or not sums
     return Needs(delta, dq_sum=sums, semaphores=sums and deterministic)
@@ -138,7 +138,7 @@ def _gradients_of_keys(
     if prepared.dq_sum is not None:
         return *fused.gradients_of_keys(do, q, k, v, prepared, marks, schedule, features), marks
     of_keys = wide.gradients_of_keys if q.shape[-1] == wide.HEAD_DIM else keys.gradients_of_keys
-    return *of_keys(do, q, k, v, prepared.rows, marks, schedule, features), marks
+    return *of_keys(do, q, k, v, prepared.lse_delta, marks, schedule, features), marks
 
 
 def _gradient_of_queries(

@@ -80,12 +80,12 @@ class _Barriers:
 
 
 @gluon.jit
-def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
+def _locate_item(tile_order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
     """Returns the work item of this program. The first query of the item is rounded down to a multiple of `BLOCK`.
 
     The last tile of the schedule can extend past the last key. An item that lies past the last key has no steps.
     """
-    tile, kv_head = order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
+    tile, kv_head = tile_order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
     first = tile * BLOCK
     last = gl.minimum(first + BLOCK, ranges.total) - 1
     start = gl.load(ranges.start + first, mask=first < ranges.total, other=0) // BLOCK * BLOCK
@@ -95,17 +95,17 @@ def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_
 
 @gluon.jit
 def _produce(
-    inputs, buffers, barriers, order, ranges, GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr
+    inputs, buffers, barriers, tile_order, ranges, GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr
 ):  # fmt: skip
     """Runs the producer warp, which fills the buffers in the order in which the consumers empty them."""
     q_bufs, do_bufs, k_buf, v_buf = buffers.q[0], buffers.do[0], buffers.k[0], buffers.v[0]
     q_desc, k_desc, v_desc, do_desc = inputs.descs.q[0], inputs.descs.k[0], inputs.descs.v[0], inputs.descs.do[0]
-    rows_desc = inputs.descs.rows
+    lse_delta_desc = inputs.descs.lse_delta
     BLOCK: gl.constexpr = k_buf.shape[0]
     STAGES: gl.constexpr = q_bufs.shape[0]
-    item = _locate_item(order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
+    item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
     m, head = first_step(item, GROUP, BLOCK, False)
-    delta_start = order.n_heads * GROUP * inputs.padded
+    delta_start = tile_order.n_heads * GROUP * inputs.padded
     mbarrier.expect(barriers.k_full, k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [item.first, item.kv_head * inputs.stride_kh], barriers.k_full, k_buf)
     mbarrier.expect(barriers.v_full, v_desc.block_type.nbytes)
@@ -116,13 +116,13 @@ def _produce(
         row = head * inputs.padded + m
         q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
         mbarrier.wait(barriers.q_empty.index(stage), empty)
-        mbarrier.expect(q_full, q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_delta_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [m, head * inputs.stride_qh], q_full, q_bufs.index(stage))
-        tma.async_copy_global_to_shared(rows_desc, [row], q_full, buffers.lse.index(stage))
+        tma.async_copy_global_to_shared(lse_delta_desc, [row], q_full, buffers.lse.index(stage))
         mbarrier.wait(barriers.do_empty.index(stage), empty)
-        mbarrier.expect(do_full, do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        mbarrier.expect(do_full, do_desc.block_type.nbytes + lse_delta_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [m, head * inputs.stride_doh], do_full, do_bufs.index(stage))
-        tma.async_copy_global_to_shared(rows_desc, [delta_start + row], do_full, buffers.delta.index(stage))
+        tma.async_copy_global_to_shared(lse_delta_desc, [delta_start + row], do_full, buffers.delta.index(stage))
         m, head = next_step(m, head, item, GROUP, BLOCK)
 
 
@@ -156,7 +156,7 @@ def _store_halves(halves, scale, buffer, desc, item):
 
 @gluon.jit
 def _consume_dv(
-    dv_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, HAS_SOFTCAP: gl.constexpr,
+    dv_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
     """Runs the first consumer, which computes S, P and dV of each step, and writes P to p_ring for the second consumer.
@@ -172,7 +172,7 @@ def _consume_dv(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     dtype: gl.constexpr = q_bufs.dtype
-    item = _locate_item(order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
+    item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
     m, head = first_step(item, GROUP, BLOCK, False)
     visible = visible_queries(ranges, item.first, BLOCK, gl.SliceLayout(1, SCORES))
     no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
@@ -215,7 +215,7 @@ def _consume_dv(
 
 @gluon.jit
 def _consume_dk(
-    dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP: gl.constexpr,
+    dk_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, GROUP: gl.constexpr,
     TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
     """Runs the second consumer, which computes dP, dS and dK of each step from the P in p_ring."""
@@ -227,7 +227,7 @@ def _consume_dk(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     dtype: gl.constexpr = q_bufs.dtype
-    item = _locate_item(order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
+    item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
     no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
     dk = (gl.zeros([BLOCK, HALF], gl.float32, layout=OUT), gl.zeros([BLOCK, HALF], gl.float32, layout=OUT))
     mbarrier.wait(barriers.v_full, 0)
@@ -255,7 +255,7 @@ def _consume_dk(
 
 @gluon.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, do_desc, lse_delta_desc, dk_desc, dv_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
@@ -274,8 +274,8 @@ def _dkdv_kernel(
     v_buf = gl.allocate_shared_memory(dtype, [BLOCK, D], v_desc.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
     p_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, BLOCK], p_layout)
-    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], rows_desc.layout)
-    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], rows_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_delta_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_delta_desc.layout)
     buffers = Buffers((q_bufs,), (do_bufs,), lse_bufs, delta_bufs, (k_buf,), (v_buf,))
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -293,28 +293,28 @@ def _dkdv_kernel(
         mbarrier.init(do_empty.index(stage), count=2)
         mbarrier.init(p_ring.full.index(stage), count=1)
         mbarrier.init(p_ring.empty.index(stage), count=1)
-    order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
+    tile_order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = Ranges(query_start_ptr, query_end_ptr, total_k)
     scale = Scale(softmax_scale, softcap)
-    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
+    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), lse_delta_desc)
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     gl.warp_specialize([
-        (_consume_dv, (dv_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, HAS_SOFTCAP, GROUP,
+        (_consume_dv, (dv_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, HAS_SOFTCAP, GROUP,
                        TILES_PER_WORK_TILE)),
-        (_consume_dk, (dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP,
+        (_consume_dk, (dk_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, GROUP,
                        TILES_PER_WORK_TILE)),
-        (_produce, (inputs, buffers, barriers, order, ranges, GROUP, TILES_PER_WORK_TILE)),
+        (_produce, (inputs, buffers, barriers, tile_order, ranges, GROUP, TILES_PER_WORK_TILE)),
     ], [4, 1], REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
     head_dim must be 256, and descriptors.loadable must be True for q, k, v and do.
-    rows: lse and delta, as in the field `rows` of dq_sum.Prepared.
+    lse_delta: as in dq_sum.Prepared.
     marks: the tensor to which the NaN marks of dk and dv are written (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
@@ -325,9 +325,9 @@ def gradients_of_keys(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     launch(
         _dkdv_kernel, (n_tiles * n_kv_heads,),
-        q_desc, k_desc, v_desc, do_desc, elements(rows, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
+        q_desc, k_desc, v_desc, do_desc, elements(lse_delta, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
         schedule.query_start, schedule.query_end, marks, features.softmax_scale, features.softcap,
-        n_tiles, n_kv_heads, section, total_k, rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        n_tiles, n_kv_heads, section, total_k, lse_delta.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, STAGES=STAGES,
         TILES_PER_WORK_TILE=TILES_PER_WORK_TILE, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip

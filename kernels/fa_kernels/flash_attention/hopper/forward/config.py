@@ -38,12 +38,19 @@ class ForwardConfig(NamedTuple):
     o_in_q: bool = False  # the output o is copied to global memory through the buffer of Q
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """The numbers of registers per thread of a consumer, of the producer, and of every warp when the kernel starts.
+    def start_registers(self) -> int:
+        """Registers per thread when the kernel starts. All threads together have at most the multiprocessor's 64K."""
+        return 168 if self.consumers == 2 else 128
 
-        The registers of all threads fit in the 64K registers of a multiprocessor.
-        """
-        return (240, 24, 168) if self.consumers == 2 else (160, 32, 128)
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per thread of a consumer, after `setmaxnreg`."""
+        return 240 if self.consumers == 2 else 160
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per thread of the producer, after `setmaxnreg`."""
+        return 24 if self.consumers == 2 else 32
 
 
 # The default configurations, by head_dim.

@@ -26,19 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_kernels.device import interpreted, is_hopper
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.forward.columns import Output
 from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, ROWS, ForwardConfig, forward_config
 from fa_kernels.flash_attention.hopper.forward.consumer import Work, consume
 from fa_kernels.flash_attention.hopper.forward.items import Inputs, Rings, produce
+from fa_kernels.flash_attention.hopper.forward.output import Output
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP
-from fa_kernels.flash_attention.hopper.primitives.columns import (
-    columns_of,
-    new_buffers,
-)
-from fa_kernels.flash_attention.hopper.primitives.queue import (
-    new_queue,
-    programs_of,
-)
+from fa_kernels.flash_attention.hopper.primitives.columns import column_blocks, new_buffers
+from fa_kernels.flash_attention.hopper.primitives.queue import new_queue, programs_of
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.nan_isolation import new_marks
@@ -67,10 +61,10 @@ def _fwd_kernel(
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
-    CONSUMER_REGISTERS: gl.constexpr = CONFIG.registers[0]
-    PRODUCER_REGISTERS: gl.constexpr = CONFIG.registers[1]
-    q_descs, k_descs = columns_of(q_desc, q_2_desc), columns_of(k_desc, k_2_desc)
-    v_descs, o_descs = columns_of(v_desc, v_2_desc), columns_of(o_desc, o_2_desc)
+    CONSUMER_REGISTERS: gl.constexpr = CONFIG.consumer_registers
+    PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
+    q_descs, k_descs = column_blocks(q_desc, q_2_desc), column_blocks(k_desc, k_2_desc)
+    v_descs, o_descs = column_blocks(v_desc, v_2_desc), column_blocks(o_desc, o_2_desc)
     q_bufs, k_bufs, v_bufs = new_buffers(q_descs, CONSUMERS), new_buffers(k_descs, STAGES), new_buffers(v_descs, STAGES)
     o_bufs = q_bufs if CONFIG.o_in_q else new_buffers(o_descs, CONSUMERS)
     rings = Rings(
@@ -87,7 +81,7 @@ def _fwd_kernel(
         mbarrier.init(rings.k.empty.index(i), count=CONSUMERS * WARPGROUP)
         mbarrier.init(rings.v.full.index(i), count=1)
         mbarrier.init(rings.v.empty.index(i), count=CONSUMERS * WARPGROUP)
-    order = TileOrder(tiles_ptr, n_tiles, n_heads, section)
+    tile_order = TileOrder(tiles_ptr, n_tiles, n_heads, section)
     ranges = Ranges(key_start_ptr, key_end_ptr, total_q)
     inputs = Inputs(q_descs, k_descs, v_descs, stride_qh, stride_kh, stride_vh, group)
     out = Output(o_descs, o_bufs, marks_ptr)
@@ -96,14 +90,14 @@ def _fwd_kernel(
         gl.warp_specialize([
             (consume, (0, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (consume, (1, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
-            (produce, (inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG)),
+            (produce, (inputs, rings, queue, counter_ptr, n_items, tile_order, ranges, CONFIG)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (consume, (1, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (consume, (2, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
-            (produce, (inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG)),
+            (produce, (inputs, rings, queue, counter_ptr, n_items, tile_order, ranges, CONFIG)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -173,7 +167,7 @@ def run_forward(
         marks, n_items, n_tiles, n_heads, n_heads // k.shape[1], section, total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
         CONFIG=config, HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0,
-        num_warps=4, maxnreg=config.registers[2],
+        num_warps=4, maxnreg=config.start_registers,
     )  # fmt: skip
     if marks is not None:
         repair_forward(q, k, v, o, lse, marks, schedule, features)

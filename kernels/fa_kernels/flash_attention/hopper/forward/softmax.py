@@ -78,21 +78,16 @@ def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
 
 
 @gluon.jit
-def visible(
-    scores, scale, queries, key, at_edge, dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr
-):  # fmt: skip
+def cap_and_mask(scores, scale, queries, key, masked, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The first column of `scores` belongs to key `key`. `MASK` is `always`, `never` or `at_edge`. With MASK="at_edge",
-    the mask is applied only if the argument at_edge is true.
+    The first column of `scores` belongs to key `key`. If `masked` is false, every query sees all N keys. `masked` may
+    be a constant or a value that is known only when the kernel runs.
     """
     if HAS_SOFTCAP:
         scores = cap(scores, scale.softmax, scale.softcap, dtype)[0]
-    if MASK == "always":
+    if masked:
         scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
-    elif MASK == "at_edge":
-        if at_edge:
-            scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
     return scores
 
 

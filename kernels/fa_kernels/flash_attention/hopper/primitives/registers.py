@@ -23,15 +23,15 @@ PER_ROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
 @gluon.constexpr_function
-def accumulator(n):
+def accumulator_layout(n):
     """Returns the layout of a warpgroup's accumulator [64, n]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
 
 
 @gluon.constexpr_function
-def operand(n):
+def operand_layout(n):
     """Returns the register layout of the first operand of a matmul whose accumulator is [64, n]."""
-    return gl.DotOperandLayout(operand_index=0, parent=accumulator(n), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(n), k_width=2)
 
 
 class _OneTuple:

@@ -68,7 +68,7 @@ def new_order_barriers(DS_STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_for_order(
-    dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
+    dq_order, ds_empty, semaphore_ptr, tile_order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """Runs the warp that signals `due` for each step. `due` allows the program to add the step's part to dQ.
@@ -81,8 +81,8 @@ def wait_for_order(
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
-    n_heads = order.n_heads * GROUP
-    item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    n_heads = tile_order.n_heads * GROUP
+    item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, True)
     exists = item.first > 0  # whether there is a tile of keys before the item's tile
     start_before = gl.load(ranges.start + item.first - BLOCK_N, mask=exists, other=0) // ALIGNMENT * ALIGNMENT
@@ -115,15 +115,15 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
 
 @gluon.jit
 def raise_semaphores(
-    dq_order, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    dq_order, semaphore_ptr, tile_order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """Runs the warp that sets semaphores.
 
     When dQ of a step is in memory, the warp raises the semaphore of the step's queries to the tile's number.
     """
-    n_heads = order.n_heads * GROUP
-    item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    n_heads = tile_order.n_heads * GROUP
+    item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, True)
     for step in range(item.n_steps):
         wait_full(dq_order.added, step)
