@@ -24,7 +24,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fa_kernels.device import interpreted, is_hopper
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, ROWS, ForwardConfig, forward_config
 from fa_kernels.flash_attention.hopper.forward.consumer import Work, consume
@@ -35,11 +34,12 @@ from fa_kernels.flash_attention.hopper.primitives.columns import column_blocks, 
 from fa_kernels.flash_attention.hopper.primitives.queue import new_queue, programs_of
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
+from fa_kernels.flash_attention.hopper.supported import supports_inputs
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_forward
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
 from fa_kernels.flash_attention.tile_order import heads_per_section
-from fa_kernels.launch.descriptors import columns_of_heads, loadable
+from fa_kernels.launch.descriptors import columns_of_heads
 from fa_kernels.launch.record import launch
 
 # Kernel arguments that differ between batches. Triton must not compile a new kernel for each value of these arguments.
@@ -104,18 +104,10 @@ def _fwd_kernel(
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
     """Returns whether the Hopper forward kernel supports the call. The portable kernels compute all other calls."""
     return (
-        q.is_cuda
-        and not interpreted()
-        and is_hopper(q.device)
-        and q.dtype in (torch.bfloat16, torch.float16)
+        supports_inputs(q, k, v, features)
         and out_dtype in (q.dtype, torch.float32)
-        and q.shape[2] == v.shape[2]
         and q.shape[2] in FORWARD_CONFIGS
         and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # Q's buffer is too small for o in fp32
-        and not features.alibi
-        and loadable(q)
-        and loadable(k)
-        and loadable(v)
     )
 
 
