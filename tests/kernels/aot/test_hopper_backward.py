@@ -64,8 +64,8 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 def test_three_groups_share_all_registers():
     """The two consumer warp groups must get equal numbers of registers."""
-    registers = fused.GROUP_REGISTERS
-    of_four_warps = fused.REGISTERS * (1 + len(registers))
+    registers = fused.WORKER_REGISTERS
+    of_four_warps = fused.START_REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
     assert of_four_warps - sum(registers) == registers[0]
 

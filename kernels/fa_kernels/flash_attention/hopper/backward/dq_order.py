@@ -83,7 +83,7 @@ def wait_for_order(
     gl.static_assert(BLOCK_M == ALIGNMENT)
     n_heads = tile_order.n_heads * GROUP
     item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    m, head = first_step(item, GROUP, BLOCK_M, True)
+    m, head = first_step(item, GROUP, BLOCK_M, DESCENDING=True)
     exists = item.first > 0  # whether there is a tile of keys before the item's tile
     start_before = gl.load(ranges.start + item.first - BLOCK_N, mask=exists, other=0) // ALIGNMENT * ALIGNMENT
     end_before = gl.load(ranges.end + item.first - 1, mask=exists, other=0)
@@ -93,7 +93,7 @@ def wait_for_order(
         if (m >= start_before) & (m < end_before):
             _wait_for(semaphore_ptr + m // BLOCK_M * n_heads + head, item.first // BLOCK_N - 1)
         mbarrier.arrive(dq_order.due.index(stage), count=1)
-        m, head = next_step(m, head, item, GROUP, BLOCK_M, True)
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, DESCENDING=True)
 
 
 @gluon.jit
@@ -124,12 +124,12 @@ def raise_semaphores(
     """
     n_heads = tile_order.n_heads * GROUP
     item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    m, head = first_step(item, GROUP, BLOCK_M, True)
+    m, head = first_step(item, GROUP, BLOCK_M, DESCENDING=True)
     for step in range(item.n_steps):
         wait_full(dq_order.added, step)
         mbarrier.arrive(dq_order.noted.index(step % _PLACES), count=1)
         _raise(semaphore_ptr + m // BLOCK_M * n_heads + head, item.first // BLOCK_N)
-        m, head = next_step(m, head, item, GROUP, BLOCK_M, True)
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, DESCENDING=True)
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ from fa_kernels.flash_attention.hopper.backward.dq_order import new_order_barrie
 from fa_kernels.flash_attention.hopper.backward.dq_sum import Prepared
 from fa_kernels.flash_attention.hopper.backward.fused_config import config_of
 from fa_kernels.flash_attention.hopper.backward.fused_consumer import Work, consume
-from fa_kernels.flash_attention.hopper.backward.fused_dq import SUMS, Sum, sum_queries
+from fa_kernels.flash_attention.hopper.backward.fused_dq import TILES_IN_FLIGHT, DqSum, add_dq
 from fa_kernels.flash_attention.hopper.backward.items import (
     BLOCK_N,
     SIZES,
@@ -59,11 +59,11 @@ from fa_kernels.flash_attention.tile_order import fewest_kv_heads, kv_heads_per_
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-# All warps start with `REGISTERS` registers per thread. The second consumer, the dQ warpgroup and the producer then
-# change to `GROUP_REGISTERS`. The first consumer gets the rest of the multiprocessor's registers.
-REGISTERS = 128
-GROUP_REGISTERS = (208, 72, 24)
-ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # dq_order.py adds two warps with 24 registers per thread
+# All warps start with `START_REGISTERS` registers per thread. The second consumer, the dQ warpgroup and the producer
+# then change to `WORKER_REGISTERS`. The first consumer gets the rest of the multiprocessor's registers.
+START_REGISTERS = 128
+WORKER_REGISTERS = (208, 72, 24)
+ORDERED_REGISTERS = (*WORKER_REGISTERS, 24, 24)  # dq_order.py adds two warps with 24 registers per thread
 
 
 @gluon.constexpr_function
@@ -79,7 +79,7 @@ def _bwd_kernel(
     counter_ptr, tiles_ptr, semaphore_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of work items, and adds each item's part of dQ to the sum of dQ.
 
@@ -108,14 +108,14 @@ def _bwd_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
     # Two buffers hold the dQ tiles in flight. If a head has two column blocks, each column block has one dQ buffer.
-    sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
+    sums = (DqSum(sum_desc, new_buffer(sum_desc, TILES_IN_FLIGHT if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:
         queue = new_queue(3)
     buffers = with_all_columns(buffers, descs)
     if sum_2_desc is not None:
         sum_2_buf = gl.allocate_shared_memory(gl.float32, sum_2_desc.block_type.shape, sum_2_desc.layout)
-        sums += (Sum(sum_2_desc, sum_2_buf),)
+        sums += (DqSum(sum_2_desc, sum_2_buf),)
     ds = Ring(ds_bufs, new_barriers(DS_STAGES), new_barriers(DS_STAGES))
     for stage in gl.static_range(DS_STAGES):
         mbarrier.init(ds.full.index(stage), count=2 * _arrivals(CONFIG))
@@ -133,21 +133,21 @@ def _bwd_kernel(
         gl.warp_specialize([
             (consume, (0, dk_descs, work, tile_order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),
             (consume, (1, dv_descs, work, tile_order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),
-            (sum_queries, (sums, ds, k_bufs, kv_full, tile_order, ranges, queue, dq_order, GROUP, ALIGNMENT)),
+            (add_dq, (sums, ds, k_bufs, kv_full, tile_order, ranges, queue, dq_order, GROUP, ALIGNMENT)),
             (produce, (inputs, delta_start, buffers, barriers, tile_order, ranges, queue, counter_ptr, n_items, GROUP,
                        ALIGNMENT)),
-        ], [4, 4, 1], REGISTERS)  # fmt: skip
+        ], [4, 4, 1], WORKER_REGISTERS)  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, tile_order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, True)),
             (consume, (1, dv_descs, work, tile_order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, True)),
-            (sum_queries, (sums, ds, k_bufs, kv_full, tile_order, ranges, queue, dq_order, GROUP, ALIGNMENT)),
+            (add_dq, (sums, ds, k_bufs, kv_full, tile_order, ranges, queue, dq_order, GROUP, ALIGNMENT)),
             (produce, (inputs, delta_start, buffers, barriers, tile_order, ranges, queue, counter_ptr, n_items, GROUP,
                        ALIGNMENT, True)),
             (wait_for_order, (dq_order, ds.empty, semaphore_ptr, tile_order, ranges, GROUP, BLOCK_M, BLOCK_N,
                               ALIGNMENT)),
             (raise_semaphores, (dq_order, semaphore_ptr, tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)),
-        ], [4, 4, 1, 1, 1], REGISTERS)  # fmt: skip
+        ], [4, 4, 1, 1, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
@@ -189,6 +189,6 @@ def gradients_of_keys(
         features.softcap, n_items, n_tiles, n_kv_heads, section, total_k, lse_delta.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         CONFIG=config, HAS_SOFTCAP=features.softcap != 0.0, GROUP=group, ALIGNMENT=SUM_BLOCK,
-        REGISTERS=ORDERED_REGISTERS if ordered else GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        WORKER_REGISTERS=ORDERED_REGISTERS if ordered else WORKER_REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dk, dv

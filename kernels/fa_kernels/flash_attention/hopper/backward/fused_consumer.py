@@ -118,9 +118,9 @@ def _zero_gradients(KEYS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _read_rows(rows, stage, LAYOUT: gl.constexpr):
-    """Loads lse or delta of one step from shared memory."""
-    return rows.index(stage).load(gl.SliceLayout(0, LAYOUT))
+def _read_rows(rows, stage, SCORES_LAYOUT: gl.constexpr):
+    """Loads lse or delta of one step from shared memory, one value for each column (query) of S^T."""
+    return rows.index(stage).load(gl.SliceLayout(0, SCORES_LAYOUT))
 
 
 @gluon.jit
@@ -225,28 +225,28 @@ def _step(gradients, step, keys, work, CONSUMER: gl.constexpr, CONFIG: gl.conste
     q, do = both_at(buffers.q, buffers.do, stage)  # [M, columns]
     KEYS: gl.constexpr = keys.k[0].shape[0]
     BLOCK_M: gl.constexpr = q[0].shape[0]
-    SCORES: gl.constexpr = accumulator_layout(BLOCK_M)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
     N_COLUMNS: gl.constexpr = len(q)
-    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES_LAYOUT)
     mbarrier.wait(barriers.q_full.index(stage), step.phase)
     scores = begin_scores(keys.k, q, no_scores)  # [64, M]
     if CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
     mbarrier.wait(barriers.do_full.index(stage), step.phase)
     scores = warpgroup_mma_wait(0, deps=[scores])
     if not CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
     p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.bf16_products, HAS_SOFTCAP)
     next_stage, next_phase = _next_place(step, step.number + 1, buffers.lse.shape[0])
     dp = begin_scores(keys.v, do, no_scores)
     if CONFIG.bf16_products:
         gradients = _begin_dv(gradients, p.low, do)
     if CONFIG.delta_early:
-        delta = _read_rows(buffers.delta, stage, SCORES)
+        delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
     dp = warpgroup_mma_wait(N_COLUMNS if CONFIG.bf16_products else 0, deps=[dp])
     work.ds.wait_empty(step.ds_stage, step.ds_phase)
     if not CONFIG.delta_early:
-        delta = _read_rows(buffers.delta, stage, SCORES)
+        delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, CONSUMER, CONFIG)
     if not CONFIG.bf16_products:  # dV starts only now, because registers cannot hold P in both fp32 and 16 bits
         gradients = _begin_dv(gradients, p.low, do)
@@ -268,15 +268,15 @@ def _step_ahead(
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
     q, do = both_at(buffers.q, buffers.do, stage)  # [M, columns]
-    SCORES: gl.constexpr = scores.type.layout
+    SCORES_LAYOUT: gl.constexpr = scores.type.layout
     N_COLUMNS: gl.constexpr = len(q)
     no_scores = gl.zeros_like(scores)
     if CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
     mbarrier.wait(barriers.do_full.index(stage), step.phase)
     dp = begin_scores(keys.v, do, no_scores)  # [64, M]
     if not CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
     p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.bf16_products, HAS_SOFTCAP)
     following = step.number + 1
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
@@ -292,7 +292,7 @@ def _step_ahead(
         gradients = _begin_dv(gradients, p.low, do)
         dp = warpgroup_mma_wait(2 * N_COLUMNS, deps=[dp])
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
-    delta = _read_rows(buffers.delta, stage, SCORES)
+    delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, CONSUMER, CONFIG)
     gradients, others = _wait_for_gradients(_begin_dk(gradients, ds, q), (scores,))
     hand_back(barriers.empty.index(stage))
@@ -311,7 +311,7 @@ def _next_place(step, following, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rows_in_registers(tiles, LAYOUT: gl.constexpr):
+def _as_operands(tiles, LAYOUT: gl.constexpr):
     """Loads the tiles from shared memory into registers, as first operands of matmuls."""
     values = ()
     for i in gl.static_range(len(tiles)):
@@ -337,7 +337,7 @@ def _consume_item(
     ITEMS: gl.constexpr = buffers.k[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
-    SCORES: gl.constexpr = accumulator_layout(BLOCK_M)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
     # If `STAGES` is not a power of two, each step increments `stage`. A division by `STAGES` would need more registers.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
@@ -346,7 +346,7 @@ def _consume_item(
     place = item_number % ITEMS
     k_first, v_first = buffers.k[0].index(place), buffers.v[0].index(place)
     first = item.first + CONSUMER * KEYS  # the first of this consumer's keys
-    visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES))
+    visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES_LAYOUT))
     k_tiles, v_tiles = with_rest_at((k_first,), buffers.k, place), with_rest_at((v_first,), buffers.v, place)
     k, v = rows_at(k_tiles, CONSUMER * KEYS, KEYS), rows_at(v_tiles, CONSUMER * KEYS, KEYS)  # [64, columns]
     gradients = _no_gradients(buffers, KEYS)
@@ -354,11 +354,10 @@ def _consume_item(
     wait_full(barriers.kv_full, item_number)
     keys = Keys(k, v, visible)
     if KEYS_FIT:
-        in_registers: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
-        keys = Keys(_rows_in_registers(k, in_registers), _rows_in_registers(v, in_registers), visible)
+        keys = Keys(_as_operands(k, operand_layout(BLOCK_M)), _as_operands(v, operand_layout(BLOCK_M)), visible)
     if CONFIG.ahead:
         mbarrier.wait(barriers.q_full.index(stage), phase, pred=item.n_steps > 0)
-        no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+        no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES_LAYOUT)
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:

@@ -22,11 +22,11 @@ from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_l
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of, wait_full
 from fa_kernels.flash_attention.structure import structure
 
-SUMS = gl.constexpr(2)  # how many tiles of dQ may be in flight to global memory
+TILES_IN_FLIGHT = gl.constexpr(2)  # how many tiles of dQ may be on the way to global memory
 
 
 @structure
-class Sum:
+class DqSum:
     """The sum of dQ for one column block of each head."""
 
     desc: gl.tensor  # TMA descriptor of the sum of dQ in global memory
@@ -34,7 +34,7 @@ class Sum:
 
 
 @gluon.jit
-def _sum_item(item, item_number, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
+def _add_item(item, item_number, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
     """Computes dQ of each step of an item, and adds dQ to the sum in global memory.
 
     item_number: the number of items that this program has already processed. done: the number of steps in these items.
@@ -49,15 +49,15 @@ def _sum_item(item, item_number, done, sums, ds, k_bufs, kv_full, n_heads, dq_or
     k = at(k_bufs, item_number % ITEMS)
     # An item without steps must not wait for K, because K of a later item may already be in the same buffer.
     wait_full(kv_full, item_number, pred=item.n_steps > 0)
-    for step in range(done, stop):
-        stage, phase = place_of(step, DS_STAGES)
+    for number in range(done, stop):  # steps are numbered over all items of the program, as in ring.py
+        stage, phase = place_of(number, DS_STAGES)
         ds_tile = ds.buffers.index(stage)  # [N, M]
         if dq_order is not None:
             mbarrier.wait(dq_order.due.index(stage), phase)
         ds.wait_full(stage, phase)
-        _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
+        _add_step(number, m, head, sums, ds, ds_tile, stage, k, n_heads)
         if dq_order is not None:  # waits until TMA has added dQ of the previous step, but not for dQ of this step
-            note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
+            note_added(dq_order, number - 1, _pieces_of(sums, BLOCK_M, k))
         m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
     if dq_order is not None:
         note_added(dq_order, stop - 1, 0)
@@ -73,19 +73,19 @@ def _pieces_of(sums, block_m, k):
 
 
 @gluon.jit
-def _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads):
+def _add_step(number, m, head, sums, ds, ds_tile, stage, k, n_heads):
     """Adds dQ of one step to the sum, and releases the step's dS in the ring buffer after the last matmul."""
     ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries in a tile of dQ
     for i in gl.static_range(len(k)):
         _add_columns(
-            step, m, head, sums[i].desc, sums[i].buffers, ds, ds_tile, stage, k[i], n_heads, ROWS, width_of(k),
+            number, m, head, sums[i].desc, sums[i].buffers, ds, ds_tile, stage, k[i], n_heads, ROWS, width_of(k),
             width_of(k[:i]), i == len(k) - 1,
         )  # fmt: skip
 
 
 @gluon.jit
 def _add_columns(
-    step, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    number, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BEFORE: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
     """Adds one column block of a step's dQ to the sum, in tiles of `ROWS` queries and at most 64 columns.
@@ -108,8 +108,8 @@ def _add_columns(
             ds.release(stage)
         buffer = buffers
         if len(buffers.shape) == 3:
-            buffer = buffers.index((PIECES * step + piece) % buffers.shape[0])
-        tma.store_wait(SUMS - 1)  # waits until TMA has read the previous dQ tile from this buffer
+            buffer = buffers.index((PIECES * number + piece) % buffers.shape[0])
+        tma.store_wait(TILES_IN_FLIGHT - 1)  # waits until TMA has read the previous dQ tile from this buffer
         buffer.store(in_order_of_threads(dq))
         fence_async_shared()
         unit = m // ROWS + piece // ACROSS
@@ -118,7 +118,7 @@ def _add_columns(
 
 
 @gluon.jit
-def sum_queries(
+def add_dq(
     sums, ds, k_bufs, kv_full, tile_order, ranges, queue, dq_order, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
 ):
     """Runs the dQ warpgroup over all items of the queue, or over the program's only item if there is no queue."""
@@ -127,13 +127,13 @@ def sum_queries(
     n_heads = tile_order.n_heads * GROUP
     if queue is None:
         item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _sum_item(item, 0, 0, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP)
+        _add_item(item, 0, 0, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP)
     else:
         item_number, done = 0, 0
         fields = read(queue, item_number)
         while field(fields, 0) >= 0:
             item = posted_item(fields)
-            done = _sum_item(item, item_number, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP)
+            done = _add_item(item, item_number, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP)
             item_number += 1
             fields = read(queue, item_number)
     tma.store_wait(0)

@@ -117,7 +117,8 @@ def locate_item(
 ):  # fmt: skip
     """Returns the work item with the given index. `ranges` holds the range of queries that see each key.
 
-    The first query of the item is rounded down to a multiple of `ALIGNMENT`.
+    The first query of the item is rounded down to a multiple of `ALIGNMENT`, so that TMA can load lse and delta of a
+    step. The fused kernel also needs steps that begin at a block of the sum of dQ.
     """
     tile, kv_head = tile_order.locate(index)
     first = tile * BLOCK_N
@@ -134,7 +135,7 @@ def posted_item(fields):
 
 
 @gluon.jit
-def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, DESCENDING: gl.constexpr):
+def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, DESCENDING: gl.constexpr = False):
     """Returns the first query of an item's first step, and the query head of this step.
 
     With `DESCENDING`, item.start must be a multiple of `BLOCK_M`.

@@ -52,8 +52,9 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
 STAGES = 4  # the number of steps with buffers for Q and dO. The kernel uses 194 KiB of shared memory.
-# All warps start with `REGISTERS` registers per thread, and then change to the number for their role.
-REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
+# All warps start with `START_REGISTERS` registers per thread. The second consumer and the producer then change to
+# `WORKER_REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+START_REGISTERS, WORKER_REGISTERS = 168, (240, 24)
 
 
 @structure
@@ -86,10 +87,10 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
     BLOCK_M: gl.constexpr = q_bufs.shape[1]
     KEYS: gl.constexpr = dk.shape[0]
     D: gl.constexpr = dk.shape[1]
-    SCORES: gl.constexpr = accumulator_layout(BLOCK_M)
-    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
+    QUERIES_LAYOUT: gl.constexpr = gl.SliceLayout(0, SCORES_LAYOUT)
     dtype: gl.constexpr = q_bufs.dtype
-    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES_LAYOUT)
     stage, phase = place_of(step, STAGES)
     q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
     mbarrier.wait(barriers.q_full.index(stage), phase)
@@ -97,7 +98,7 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
     mbarrier.wait(barriers.do_full.index(stage), phase)
     dp = warpgroup_mma(keys.v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES), 0)
+    lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES_LAYOUT), 0)
     scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
     slope = 1.0 - t * t
     p = hide(gl.exp2(scores - lse), keys.visible, m)
@@ -105,7 +106,7 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
     p = p * slope
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout(D)), do, dv, is_async=True)
-    delta = gl.expand_dims(buffers.delta.index(stage).load(QUERIES), 0)
+    delta = gl.expand_dims(buffers.delta.index(stage).load(QUERIES_LAYOUT), 0)
     ds = (p * (dp - delta)).to(dtype)
     dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(D)), q, dk, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -140,7 +141,7 @@ def _consume(
     D: gl.constexpr = buffers.q[0].shape[2]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    m, head = first_step(item, GROUP, BLOCK_M, False)
+    m, head = first_step(item, GROUP, BLOCK_M)
     keys = _keys_of_consumer(item, CONSUMER, buffers, ranges)
     dk = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator_layout(D))
     dv = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator_layout(D))
@@ -158,8 +159,7 @@ def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_delta_desc, dk_desc, dv_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of work items.
 
@@ -179,7 +179,7 @@ def _dkdv_kernel(
         (_consume, (0, dk_desc, buffers, barriers, tile_order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
         (_consume, (1, dv_desc, buffers, barriers, tile_order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
         (produce, (inputs, delta_start, buffers, barriers, tile_order, ranges, None, None, n_items, GROUP, ALIGNMENT)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    ], [4, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
@@ -208,6 +208,6 @@ def gradients_of_keys(
         n_items, n_tiles, n_kv_heads, section, total_k, lse_delta.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         GROUP=n_heads // n_kv_heads, STAGES=STAGES, ALIGNMENT=ROW_ALIGNMENT,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        WORKER_REGISTERS=WORKER_REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dk, dv

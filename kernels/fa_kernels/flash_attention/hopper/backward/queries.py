@@ -48,9 +48,9 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
-# thread, and the producer to 24 (`REGISTERS`). The first consumer gets the remaining 240 registers per thread.
-THREAD_REGISTERS, REGISTERS = 168, (240, 24)
+# All warps start with `START_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
+# thread, and the producer to 24 (`WORKER_REGISTERS`). The first consumer gets the remaining 240 registers per thread.
+START_REGISTERS, WORKER_REGISTERS = 168, (240, 24)
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def _dq_kernel(
     lse_ptr, delta_ptr, tiles_ptr, key_start_ptr, key_end_ptr, marks_ptr, softmax_scale, softcap,
     n_tiles, n_heads, section, total_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
+    ARRIVALS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A work item is dQ of 128 queries of one head. Program i processes work item i.
 
@@ -327,7 +327,7 @@ def _dq_kernel(
         (_consume, (0, dq_desc, of_rows, scale, buffers, tile_order, ranges, HAS_SOFTCAP, ARRIVALS)),
         (_consume, (1, dq_desc, of_rows, scale, buffers, tile_order, ranges, HAS_SOFTCAP, ARRIVALS)),
         (_produce, (inputs, buffers, tile_order, ranges, GROUP)),
-    ], [4, 1], REGISTERS)  # fmt: skip
+    ], [4, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradient_of_queries(
@@ -352,6 +352,6 @@ def gradient_of_queries(
         schedule.key_end, marks, features.softmax_scale, features.softcap, n_tiles, n_heads,
         heads_per_section(k, v, n_heads), total_q, q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], K_STAGES=K_STAGES, V_STAGES=tiles.v_stages,
-        ARRIVALS=tiles.arrivals, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
+        ARRIVALS=tiles.arrivals, WORKER_REGISTERS=WORKER_REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dq

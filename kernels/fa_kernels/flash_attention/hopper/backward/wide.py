@@ -49,6 +49,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
 )
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, operand_layout
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers, place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -62,9 +63,9 @@ HEAD_DIM = 256
 BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to the
-# numbers of registers in `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
-THREAD_REGISTERS, REGISTERS = 168, (240, 24)
+# All warps start with `START_REGISTERS` registers per thread. The second consumer and the producer then change to the
+# numbers of registers in `WORKER_REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+START_REGISTERS, WORKER_REGISTERS = 168, (240, 24)
 
 
 @structure
@@ -104,7 +105,7 @@ def _produce(
     BLOCK: gl.constexpr = k_buf.shape[0]
     STAGES: gl.constexpr = q_bufs.shape[0]
     item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
-    m, head = first_step(item, GROUP, BLOCK, False)
+    m, head = first_step(item, GROUP, BLOCK)
     delta_start = tile_order.n_heads * GROUP * inputs.padded
     mbarrier.expect(barriers.k_full, k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [item.first, item.kv_head * inputs.stride_kh], barriers.k_full, k_buf)
@@ -167,16 +168,19 @@ def _consume_dv(
     BLOCK: gl.constexpr = k_buf.shape[0]
     HALF: gl.constexpr = k_buf.shape[1] // 2
     STAGES: gl.constexpr = q_bufs.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK)
+    OUT_LAYOUT: gl.constexpr = accumulator_layout(HALF)
+    OPERAND_LAYOUT: gl.constexpr = operand_layout(HALF)
+    QUERIES_LAYOUT: gl.constexpr = gl.SliceLayout(0, SCORES_LAYOUT)
     dtype: gl.constexpr = q_bufs.dtype
     item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
-    m, head = first_step(item, GROUP, BLOCK, False)
-    visible = visible_queries(ranges, item.first, BLOCK, gl.SliceLayout(1, SCORES))
-    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
-    dv = (gl.zeros([BLOCK, HALF], gl.float32, layout=OUT), gl.zeros([BLOCK, HALF], gl.float32, layout=OUT))
+    m, head = first_step(item, GROUP, BLOCK)
+    visible = visible_queries(ranges, item.first, BLOCK, gl.SliceLayout(1, SCORES_LAYOUT))
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES_LAYOUT)
+    dv = (
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+    )
     mbarrier.wait(barriers.k_full, 0)
     for step in range(item.n_steps):
         stage, phase = place_of(step, STAGES)
@@ -184,7 +188,7 @@ def _consume_dv(
         mbarrier.wait(barriers.q_full.index(stage), phase)
         q = q_bufs.index(stage)  # [M, D]
         scores = warpgroup_mma(k_buf, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
-        lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES), 0)
+        lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES_LAYOUT), 0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
         if HAS_SOFTCAP:
@@ -201,7 +205,7 @@ def _consume_dv(
             p_ring.buffers.index(stage).store(p_low)
         mbarrier.arrive(p_ring.full.index(stage), count=1)
         mbarrier.wait(barriers.do_full.index(stage), phase)
-        dv = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(p_low, OPERAND), do, dv))
+        dv = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(p_low, OPERAND_LAYOUT), do, dv))
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
@@ -223,29 +227,32 @@ def _consume_dk(
     BLOCK: gl.constexpr = v_buf.shape[0]
     HALF: gl.constexpr = v_buf.shape[1] // 2
     STAGES: gl.constexpr = q_bufs.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK)
+    OUT_LAYOUT: gl.constexpr = accumulator_layout(HALF)
+    OPERAND_LAYOUT: gl.constexpr = operand_layout(HALF)
     dtype: gl.constexpr = q_bufs.dtype
     item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
-    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
-    dk = (gl.zeros([BLOCK, HALF], gl.float32, layout=OUT), gl.zeros([BLOCK, HALF], gl.float32, layout=OUT))
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES_LAYOUT)
+    dk = (
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+    )
     mbarrier.wait(barriers.v_full, 0)
     for step in range(item.n_steps):
         stage, phase = place_of(step, STAGES)
         mbarrier.wait(barriers.do_full.index(stage), phase)
         do = do_bufs.index(stage)
         dp = warpgroup_mma(v_buf, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
-        delta = gl.expand_dims(buffers.delta.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+        delta = gl.expand_dims(buffers.delta.index(stage).load(gl.SliceLayout(0, SCORES_LAYOUT)), 0)
         p_ring.wait_full(stage, phase)
-        p = p_ring.buffers.index(stage).load(SCORES).to(gl.float32)
+        p = p_ring.buffers.index(stage).load(SCORES_LAYOUT).to(gl.float32)
         mbarrier.arrive(p_ring.empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         ds = (p * (dp - delta)).to(dtype)
         mbarrier.wait(barriers.q_full.index(stage), phase)
         q = q_bufs.index(stage)
-        dk = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(ds, OPERAND), q, dk))
+        dk = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(ds, OPERAND_LAYOUT), q, dk))
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     if marks_ptr is not None:
         mark_rows(dk, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
@@ -259,7 +266,7 @@ def _dkdv_kernel(
     tiles_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program computes dK and dV of 64 keys of one KV head, over all query heads that share the KV head.
 
@@ -304,7 +311,7 @@ def _dkdv_kernel(
         (_consume_dk, (dk_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, GROUP,
                        TILES_PER_WORK_TILE)),
         (_produce, (inputs, buffers, barriers, tile_order, ranges, GROUP, TILES_PER_WORK_TILE)),
-    ], [4, 1], REGISTERS)  # fmt: skip
+    ], [4, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
@@ -329,6 +336,7 @@ def gradients_of_keys(
         schedule.query_start, schedule.query_end, marks, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, section, total_k, lse_delta.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, STAGES=STAGES,
-        TILES_PER_WORK_TILE=TILES_PER_WORK_TILE, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
+        TILES_PER_WORK_TILE=TILES_PER_WORK_TILE, WORKER_REGISTERS=WORKER_REGISTERS, num_warps=4,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dk, dv

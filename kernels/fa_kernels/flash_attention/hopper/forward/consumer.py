@@ -214,10 +214,10 @@ def _consume_item(
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    ROW: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     item = posted_item(fields, CONFIG.ranged)
     first = item.first + CONSUMER * ROWS_EACH
-    row = first + gl.arange(0, ROWS_EACH, layout=ROW)
+    row = first + gl.arange(0, ROWS_EACH, layout=ROW_LAYOUT)
     inside = row < ranges.total
     key_start = gl.load(ranges.start + row, mask=inside, other=0)
     key_end = gl.load(ranges.end + row, mask=inside, other=0)
@@ -257,7 +257,7 @@ def _consume_item(
         for _ in range(visits.stop, item.n_blocks):
             block_number = _pass_over(block_number, rings)
 
-    row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
+    row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW_LAYOUT)
     # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row whose
     # scores are all NaN also keeps `row_max = HIDDEN`, but its row_sum is NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)

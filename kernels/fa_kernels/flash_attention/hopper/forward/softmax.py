@@ -107,10 +107,10 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
 @gluon.jit
 def operand(pairs, dtype: gl.constexpr, o):
     """Returns p as the first operand of the matmul P V, in registers. `o` is the accumulator of P V."""
-    OUT: gl.constexpr = o.type.layout
+    OUT_LAYOUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
-    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2), assert_trivial=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2), assert_trivial=True)
 
 
 @gluon.jit
@@ -126,9 +126,9 @@ def rescale(o, factor):
 
 
 @gluon.jit
-def of_rows(row_max, row_sum, ROW: gl.constexpr):
-    """Returns the maximum and the sum of each row, [M], in the layout ROW."""
-    return gl.convert_layout(gl.max(row_max, 1), ROW), gl.convert_layout(gl.sum(row_sum, 1), ROW)
+def of_rows(row_max, row_sum, ROW_LAYOUT: gl.constexpr):
+    """Returns the maximum and the sum of each row, [M], in the layout ROW_LAYOUT."""
+    return gl.convert_layout(gl.max(row_max, 1), ROW_LAYOUT), gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
 
 
 @gluon.jit
