@@ -76,6 +76,10 @@ def wait_for_order(
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
 
+    Example: a causal document has 256 queries (blocks 0 to 3 of 64 queries) and 256 keys (tiles 0 and 1 of 128 keys).
+    The program of tile 0 visits blocks 3, 2, 1 and 0, and never waits. The program of tile 1 visits blocks 3 and 2, and
+    waits at each block until the block's semaphore is 0.
+
     The dQ warpgroup empties a place in the ring only after it has received the place's signal `due`. The dQ warpgroup
     therefore receives each signal before this warp signals the same mbarrier again.
     """

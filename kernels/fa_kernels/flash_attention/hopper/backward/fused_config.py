@@ -27,24 +27,36 @@ class FusedConfig(NamedTuple):
     each_hands_over: bool = False  # whether all threads, not only one, signal that dS is written (barriers.hand_over)
 
 
-_BF16_128 = FusedConfig(64, 2, 2, bf16_products=True)
+_BF16_128 = FusedConfig(block_m=64, stages=2, ds_stages=2, bf16_products=True)
 # Configurations for calls without a soft cap. Without a soft cap, the kernel uses 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
-        64, 4, 2, dynamic=True, bf16_products=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
+        block_m=64,
+        stages=4,
+        ds_stages=2,
+        dynamic=True,
+        bf16_products=True,
+        ahead=True,
+        after_dp=True,
+        lse_early=False,
+        each_hands_over=True,
     ),
-    (64, torch.float16): FusedConfig(128, 2, 2),
-    (96, torch.bfloat16): FusedConfig(64, 3, 2, dynamic=True, bf16_products=True, ahead=True, each_hands_over=True),
-    (96, torch.float16): FusedConfig(64, 3, 2, dynamic=True),
+    (64, torch.float16): FusedConfig(block_m=128, stages=2, ds_stages=2),
+    (96, torch.bfloat16): FusedConfig(
+        block_m=64, stages=3, ds_stages=2, dynamic=True, bf16_products=True, ahead=True, each_hands_over=True
+    ),
+    (96, torch.float16): FusedConfig(block_m=64, stages=3, ds_stages=2, dynamic=True),
     (128, torch.bfloat16): _BF16_128._replace(delta_early=True, each_hands_over=True),
-    (128, torch.float16): FusedConfig(64, 2, 2),
+    (128, torch.float16): FusedConfig(block_m=64, stages=2, ds_stages=2),
 }
 # Configurations for calls with a soft cap. The derivative of the soft cap takes registers, so fp16 has no configuration
 # at head_dim 128, and bf16 does not use `ahead` at head_dim 96.
-_CAPPED_96 = FusedConfig(64, 3, 3)
+_CAPPED_96 = FusedConfig(block_m=64, stages=3, ds_stages=3)
 CAPPED_CONFIGS = {
-    (64, torch.bfloat16): FusedConfig(64, 4, 4, bf16_products=True, ahead=True, after_dp=True, lse_early=False),
-    (64, torch.float16): FusedConfig(64, 4, 2, dynamic=True),
+    (64, torch.bfloat16): FusedConfig(
+        block_m=64, stages=4, ds_stages=4, bf16_products=True, ahead=True, after_dp=True, lse_early=False
+    ),
+    (64, torch.float16): FusedConfig(block_m=64, stages=4, ds_stages=2, dynamic=True),
     (96, torch.bfloat16): _CAPPED_96,
     (96, torch.float16): _CAPPED_96,
     (128, torch.bfloat16): _BF16_128,

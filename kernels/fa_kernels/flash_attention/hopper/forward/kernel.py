@@ -111,17 +111,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
     )
 
 
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns o in out_dtype, and lse in fp32.
-
-    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q, lse (n_heads, total_q).
-    """
-    config = forward_config(q.shape[2], schedule.length_class, out_dtype == torch.float32)
-    return run_forward(q, k, v, schedule, features, out_dtype, config)
-
-
 def uses_sections(schedule: Schedule) -> bool:
     """Returns whether the heads are divided into sections whose K and V fit in L2 (tile_order.py).
 
@@ -144,8 +133,8 @@ def run_forward(
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    tiles: Tensor = getattr(schedule, config.order)
-    assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
+    tiles: Tensor = getattr(schedule, config.tiles)
+    assert config.consumers * ROWS in (WORK_TILE, WIDE_TILE), config
     n_tiles = tiles.numel()
     section = heads_per_section(k, v, n_heads) if uses_sections(schedule) else n_heads
     n_items = n_tiles * n_heads
@@ -164,3 +153,14 @@ def run_forward(
     if marks is not None:
         repair_forward(q, k, v, o, lse, marks, schedule, features)
     return o, lse
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns o in out_dtype, and lse in fp32.
+
+    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q, lse (n_heads, total_q).
+    """
+    config = forward_config(q.shape[2], schedule.length_class, out_dtype == torch.float32)
+    return run_forward(q, k, v, schedule, features, out_dtype, config)
