@@ -19,6 +19,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
 from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
+from fa_kernels.flash_attention.hopper.supported import DTYPES
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.portable import forward as portable_fwd
 from fa_kernels.flash_attention.schedule import Schedule
@@ -27,6 +28,32 @@ from fa_kernels.launch.record import recorded
 
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
+
+
+def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:
+    """Returns whether a call runs on the Hopper kernels. supported: whether they support the call."""
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}; got {choice}")
+    if choice == "hopper" and not supported:
+        widths = ", ".join(map(str, head_dims))
+        raise ValueError(
+            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, a head_dim of {widths} (the same for q and v), no "
+            "ALiBi, rows of adjacent elements that start at multiples of 16 bytes, and o in q's dtype at head_dim 256; "
+            f"the {direction} pass got {q.dtype} with head_dim {q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
+        )
+    return supported and choice != "portable"
+
+
+def _uses_hopper_forward(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
+    supported = hopper_fwd.supports(q, k, v, features, out_dtype)
+    return _takes_hopper(supported, "forward", FORWARD_CONFIGS, q, v)
+
+
+def _uses_hopper_backward(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
+    supported = hopper_bwd.supports(q, k, v, features)
+    return _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v)
+
 
 Description = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a recorded call
 
@@ -83,10 +110,8 @@ def forward(
     require_schedule_of(q, k, schedule.key_start, schedule.query_start, gradients=False)
     tokens = q.shape[:-2]
     q, k, v = packed(q), packed(k), packed(v)
-    supported = hopper_fwd.supports(q, k, v, features, out_dtype)
-    on_hopper = _takes_hopper(supported, "forward", FORWARD_CONFIGS, q, v)
-    attention_forward = hopper_fwd.attention_forward if on_hopper else portable_fwd.attention_forward
-    o, lse = attention_forward(q, k, v, schedule, features, out_dtype)
+    kernels = hopper_fwd if _uses_hopper_forward(q, k, v, features, out_dtype) else portable_fwd
+    o, lse = kernels.attention_forward(q, k, v, schedule, features, out_dtype)
     return o.view(*tokens, *o.shape[1:]), lse
 
 
@@ -243,9 +268,9 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     query and head, including delta. The fused Hopper kernel (hopper/backward/fused.py) also stores
     dQ, which has `head_dim` fp32 values per query and head.
     """
-    if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
+    if arch != "sm90" or dtype not in DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
-    return 4 * (3 + head_dim * hopper_bwd.sums_dq(head_dim, dtype, softcap))
+    return 4 * (3 + head_dim * hopper_bwd.uses_fused_kernel(head_dim, dtype, softcap))
 
 
 def evenly_strided(x: Tensor) -> Tensor:
@@ -263,22 +288,3 @@ def evenly_strided(x: Tensor) -> Tensor:
 def packed(x: Tensor) -> Tensor:
     """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim). If x has three dimensions, returns x."""
     return x.flatten(0, 1) if x.dim() == 4 else x
-
-
-def _uses_hopper_backward(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    supported = hopper_bwd.supports(q, k, v, features)
-    return _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v)
-
-
-def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:
-    choice = os.environ.get(VARIABLE, "auto")
-    if choice not in CHOICES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}; got {choice}")
-    if choice == "hopper" and not supported:
-        widths = ", ".join(map(str, head_dims))
-        raise ValueError(
-            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, a head_dim of {widths} (the same for q and v), no "
-            "ALiBi, rows of adjacent elements that start at multiples of 16 bytes, and o in q's dtype at head_dim 256; "
-            f"the {direction} pass got {q.dtype} with head_dim {q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
-        )
-    return supported and choice != "portable"

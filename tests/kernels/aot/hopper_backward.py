@@ -36,16 +36,16 @@ def source_of_keys(dtype, group, softcap, marks):
     Attention launches keys._dkdv_kernel only in fp16 calls with a soft cap.
     """
     assert softcap == "1"
-    signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
+    signature = dict(lse_delta_desc=descriptor("fp32", [keys.BLOCK_M]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr"), "*i32")
     for name in ("q", "do", "k", "v", "dk", "dv"):
         rows = keys.BLOCK_M if name in ("q", "do") else keys.BLOCK_N
         signature[f"{name}_desc"] = descriptor(dtype, [rows, 128])
     constants = dict(
         GROUP=int(group), STAGES=keys.STAGES, ALIGNMENT=ROW_ALIGNMENT,
-        CONSUMER_REGISTERS=keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=keys.PRODUCER_REGISTERS,
+        WORKER_REGISTERS=keys.WORKER_REGISTERS,
     )  # fmt: skip
-    return kernel_source(keys._dkdv_kernel, signature, constants | without(marks), keys.REGISTERS)
+    return kernel_source(keys._dkdv_kernel, signature, constants | without(marks), keys.START_REGISTERS)
 
 
 def source_of_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
@@ -54,7 +54,7 @@ def source_of_three_groups(dtype, head_dim, group, softcap, marks, ordered=False
     config = config_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered, int(group))
     kernel = fused._bwd_kernel
     d_1, d_2 = split_columns(head_dim)
-    signature = dict(rows_desc=descriptor("fp32", [config.block_m]), softmax_scale="fp32", softcap="fp32")
+    signature = dict(lse_delta_desc=descriptor("fp32", [config.block_m]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "query_start_ptr", "query_end_ptr"), "*i32")
     signature["marks_ptr"] = "*i32"
     rest = {}
@@ -67,15 +67,15 @@ def source_of_three_groups(dtype, head_dim, group, softcap, marks, ordered=False
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
         CONFIG=config, HAS_SOFTCAP=softcap == "1", GROUP=int(group), ALIGNMENT=SUM_BLOCK,
-        REGISTERS=fused.GROUP_REGISTERS, **rest,
+        WORKER_REGISTERS=fused.WORKER_REGISTERS, **rest,
     )  # fmt: skip
     constants |= without(marks, config.dynamic)
     if ordered:
-        constants |= {"tiles_ptr": None, "REGISTERS": fused.ORDERED_REGISTERS}
+        constants |= {"tiles_ptr": None, "WORKER_REGISTERS": fused.ORDERED_REGISTERS}
         signature["semaphore_ptr"] = "*i32"
     else:
         constants["semaphore_ptr"] = None
-    return kernel_source(kernel, signature, constants, fused.REGISTERS)
+    return kernel_source(kernel, signature, constants, fused.START_REGISTERS)
 
 
 def source_of_wide(dtype, group, softcap, marks):
@@ -84,15 +84,15 @@ def source_of_wide(dtype, group, softcap, marks):
     kernel = wide._dkdv_kernel
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), STAGES=wide.STAGES, TILES_PER_WORK_TILE=wide.TILES_PER_WORK_TILE,
-        REGISTERS=wide.REGISTERS,
+        WORKER_REGISTERS=wide.WORKER_REGISTERS,
     )  # fmt: skip
     if marks == "0":
         constants["marks_ptr"] = None
     signature = dict(softmax_scale="fp32", softcap="fp32")
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
     pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr")
-    signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
-    return kernel_source(kernel, signature, constants, wide.THREAD_REGISTERS)
+    signature |= dict.fromkeys(pointers, "*i32") | dict(lse_delta_desc=descriptor("fp32", blocks[:1]))
+    return kernel_source(kernel, signature, constants, wide.START_REGISTERS)
 
 
 def source_of_queries(dtype, head_dim, group, softcap, marks):
@@ -100,14 +100,14 @@ def source_of_queries(dtype, head_dim, group, softcap, marks):
     tiles = queries.TILES[int(head_dim)]
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=queries.K_STAGES, V_STAGES=tiles.v_stages,
-        ARRIVALS=tiles.arrivals, REGISTERS=queries.REGISTERS,
+        ARRIVALS=tiles.arrivals, WORKER_REGISTERS=queries.WORKER_REGISTERS,
     )  # fmt: skip
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
     signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "marks_ptr"), "*i32")
     for name in ("q", "k", "v", "do", "dq"):
         rows = tiles.block_n if name in "kv" else queries.BLOCK_M
         signature[f"{name}_desc"] = descriptor(dtype, [rows, int(head_dim)])
-    return kernel_source(queries._dq_kernel, signature, constants | without(marks), queries.THREAD_REGISTERS)
+    return kernel_source(queries._dq_kernel, signature, constants | without(marks), queries.START_REGISTERS)
 
 
 def without(marks, dynamic=True):

@@ -56,7 +56,7 @@ def case_source(head_dim, documents, dtype, out_dtype, features):
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(_fwd_kernel, signature, constexprs=places, attrs=attributes)
-    options = {"num_warps": 4, "maxnreg": config.registers[2]}
+    options = {"num_warps": 4, "maxnreg": config.start_registers}
     return source, 90, options
 
 

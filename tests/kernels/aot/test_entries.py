@@ -32,7 +32,7 @@ for case in ("sm89-64-64-fwd-2", "sm80-64-64-contain_fwd-2", "sm80-64-64-dq-2"):
     print(source_hash(f"portable:{case}"))
 """
 
-# Prints the name of each function, class and constant that a kernel's source hash covers, such as Ring or fused.SUMS.
+# Prints the name of each function, class and constant that a kernel's source hash covers, such as Ring or BLOCK_N.
 NAMED = """
 from tests.kernels.aot.sources import parts_of
 print(*[name for place in parts_of("hopper_backward:bf16-128-1-0-0")[2] for name in place.split()], sep="\\n")
@@ -118,5 +118,9 @@ def test_the_hash_covers_functions_classes_and_constants():
     assert run.returncode == 0, run.stderr
     names = {line.removeprefix("fa_kernels.flash_attention.hopper.") for line in run.stdout.split()}
     of_triton = {"backward.fused._bwd_kernel", "backward.items.produce", "primitives.ring.Ring"}
-    of_the_host = {"backward.fused_config.FusedConfig", "primitives.registers.accumulator", "primitives.registers._asm"}
+    of_the_host = {
+        "backward.fused_config.FusedConfig",
+        "primitives.registers.accumulator_layout",
+        "primitives.registers._asm",
+    }
     assert names >= of_triton | of_the_host | {"BLOCK_N", "DRAWN_BEFORE"}

@@ -8,7 +8,7 @@ import torch
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
-from fa_kernels.flash_attention.hopper.backward import dq_sum, fused, items, keys, order, queries, wide
+from fa_kernels.flash_attention.hopper.backward import dq_order, dq_sum, fused, items, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.fused_config import CAPPED_CONFIGS, CONFIGS, config_of
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
@@ -64,8 +64,8 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 def test_three_groups_share_all_registers():
     """The two consumer warp groups must get equal numbers of registers."""
-    registers = fused.GROUP_REGISTERS
-    of_four_warps = fused.REGISTERS * (1 + len(registers))
+    registers = fused.WORKER_REGISTERS
+    of_four_warps = fused.START_REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
     assert of_four_warps - sum(registers) == registers[0]
 
@@ -94,7 +94,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)
     assert sums_of_dq.shape == (3 * 2 * 64 * head_dim // 32, 1, 32) and not sums_of_dq.any()
-    assert semaphores.tolist() == [order.NO_TILE.value] * 6
+    assert semaphores.tolist() == [dq_order.NO_TILE.value] * 6
 
 
 @pytest.mark.parametrize("sums", [False, True])

@@ -62,7 +62,7 @@ def test_ranges_are_the_mask(pairs, causal, left, right, tail):
 @settings(max_examples=200, deadline=None)
 @given(lengths, st.booleans(), st.integers(-1, 4), st.integers(-1, 4), st.integers(0, 3))
 def test_tiles_that_queries_see_follow_one_another(pairs, causal, left, right, tail):
-    """The key tiles that add to the dQ of a query block are consecutive, as hopper/backward/order.py assumes."""
+    """The key tiles that add to the dQ of a query block are consecutive, as hopper/backward/dq_order.py assumes."""
     block_n, block_m = 4, 2
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in zip(*pairs, strict=True))
     total_q, total_k = cu_q[-1].item() + tail, cu_k[-1].item() + tail

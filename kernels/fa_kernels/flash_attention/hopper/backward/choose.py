@@ -2,7 +2,7 @@
 
 At head_dim 64, 96 and 128, most calls use one fused kernel with five matmuls (fused.py). The fused kernel computes dK
 and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, the additions to dQ have a fixed order
-(order.py). In calls that are not deterministic, the order of the additions to dQ varies from run to run.
+(dq_order.py). In calls that are not deterministic, the order of the additions to dQ varies from run to run.
 
 At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. Calls that
 cannot use the fused kernel use two kernels, with seven matmuls in total. The kernel in keys.py or wide.py computes
@@ -18,40 +18,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.dq_sum import Needs, Prepared, finish, prepare
 from fa_kernels.flash_attention.hopper.backward.fused_config import config_of
+from fa_kernels.flash_attention.hopper.supported import supports_inputs
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_backward
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.launch.descriptors import loadable
 
 HEAD_DIMS = (64, 96, 128, wide.HEAD_DIM)
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Returns whether Hopper's backward supports a call.
-
-    Supported calls run on sm_90, and have 16-bit inputs, head_dim 64, 96, 128 or 256, and no ALiBi. TMA must be able to
-    load q, k and v.
-    """
-    return (
-        q.is_cuda
-        and is_hopper(q.device)
-        and q.dtype in DTYPES
-        and q.shape[-1] in HEAD_DIMS
-        and q.shape[-1] == k.shape[-1] == v.shape[-1]
-        and not features.alibi
-        and loadable(q)
-        and loadable(k)
-        and loadable(v)
-    )
+    """Returns whether Hopper's backward supports the call. The portable kernels compute all other calls."""
+    return supports_inputs(q, k, v, features) and q.shape[-1] in HEAD_DIMS
 
 
-def sums_dq(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
+def uses_fused_kernel(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
     """Returns whether the call uses the fused kernel (fused.py), which adds dQ to a sum in an fp32 tensor."""
     return head_dim != wide.HEAD_DIM and config_of(head_dim, dtype, softcap) is not None
 
@@ -118,7 +103,7 @@ def gradient_of_queries(
 
 
 def _needs(q: Tensor, schedule: Schedule, features: Features, deterministic: bool) -> Needs:
-    sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
+    sums = uses_fused_kernel(q.shape[-1], q.dtype, features.softcap)
     # Only the gradient of sinks, the repair of NaN and the kernel in queries.py read delta as a separate tensor.
     delta = features.sinks is not None or schedule.crosses_documents or not sums
     return Needs(delta, dq_sum=sums, semaphores=sums and deterministic)
@@ -135,10 +120,10 @@ def _gradients_of_keys(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns dk, dv and the NaN marks of dk and dv. The marks are None if the call has only one document."""
     marks = new_marks(k.shape[1], k.shape[0], k.device) if schedule.crosses_documents else None
-    if prepared.dq_sum is not None:
+    if prepared.dq_sum is not None:  # the call uses the fused kernel, which also adds dQ to dq_sum
         return *fused.gradients_of_keys(do, q, k, v, prepared, marks, schedule, features), marks
     of_keys = wide.gradients_of_keys if q.shape[-1] == wide.HEAD_DIM else keys.gradients_of_keys
-    return *of_keys(do, q, k, v, prepared.rows, marks, schedule, features), marks
+    return *of_keys(do, q, k, v, prepared.lse_delta, marks, schedule, features), marks
 
 
 def _gradient_of_queries(
@@ -147,7 +132,7 @@ def _gradient_of_queries(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns dq and the NaN marks of dq. The marks are None if the call has only one document."""
     marks = new_marks(q.shape[1], q.shape[0], q.device) if schedule.crosses_documents else None
-    if prepared.dq_sum is not None:
+    if prepared.dq_sum is not None:  # the fused kernel has already computed dQ
         return finish(prepared.dq_sum, features.softmax_scale, marks, q), marks
     assert prepared.delta is not None
     return queries.gradient_of_queries(do, q, k, v, lse, prepared.delta, marks, schedule, features), marks

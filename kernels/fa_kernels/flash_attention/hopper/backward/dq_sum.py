@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fa_kernels.device import LOG2_E, ceil_div
 from fa_kernels.flash_attention.delta import delta_of_rows
+from fa_kernels.flash_attention.hopper.backward.dq_order import NO_TILE
 from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
-from fa_kernels.flash_attention.hopper.backward.order import NO_TILE
 from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 from fa_kernels.flash_attention.schedule import WORK_TILE
 from fa_kernels.launch.record import launch
@@ -33,15 +33,15 @@ ROW_ALIGNMENT = 4  # fp32 elements: TMA needs start addresses that are multiples
 
 @triton.jit(do_not_specialize=["total", "padded", "n_heads"])
 def _prepare_kernel(
-    o_ptr, do_ptr, dlse_ptr, lse_ptr, rows_ptr, delta_ptr, dq_ptr, semaphore_ptr, stride_dot, stride_doh,
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, lse_delta_ptr, delta_ptr, dq_ptr, semaphore_ptr, stride_dot, stride_doh,
     total, padded, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
+    """One program writes lse and delta of `BLOCK` queries of one head to lse_delta_ptr.
 
     The program also writes to each of dq_ptr, semaphore_ptr and delta_ptr that is not None. The sum of dQ (dq_ptr) is
     set to 0, `WORDS` elements at a time. The semaphores at semaphore_ptr, which order the additions to dQ (see
-    order.py), are set to `NO_TILE`. delta_ptr receives delta with the shape (n_heads, total).
+    dq_order.py), are set to `NO_TILE`. delta_ptr receives delta with the shape (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
@@ -56,11 +56,11 @@ def _prepare_kernel(
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
     # Rows that see no key, and padding rows, get lse = inf, so that their probabilities 2^(score - inf) are 0.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-    tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
+    tl.store(lse_delta_ptr + head * padded + rows, lse, mask=rows < padded)
     delta = delta_of_rows(
         o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads, HEAD_DIM, BLOCK_D
     )
-    tl.store(rows_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
+    tl.store(lse_delta_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
     if delta_ptr is not None:
         tl.store(delta_ptr + head * total + rows, delta, mask=inside)
 
@@ -76,31 +76,31 @@ class Needs(NamedTuple):
 class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. A tensor that the call does not need is None.
 
-    In `rows`, each head has padding after its total_q values. Without padding, the last block of a head would also read
-    lse and delta of the next head. A NaN in delta of the next head would then reach dK, because 0 * NaN is NaN.
+    In `lse_delta`, each head has padding after its total_q values. Without padding, the last block of a head would also
+    read lse and delta of the next head. A NaN in delta of the next head would then reach dK, because 0 * NaN is NaN.
     """
 
-    rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta
-    delta: Tensor | None  # (n_heads, total_q) fp32: delta as in `rows`, but without padding
+    lse_delta: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta
+    delta: Tensor | None  # (n_heads, total_q) fp32: delta as in `lse_delta`, but without padding
     dq_sum: Tensor | None  # fp32 zeros, in the layout that the module docstring describes
-    semaphores: Tensor | None  # int32 semaphores, one for each head and block of 64 queries (order.py)
+    semaphores: Tensor | None  # int32 semaphores, one for each head and block of 64 queries (dq_order.py)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the fields that are not None. If delta is not None, it is the last element."""
-        return tuple(x for x in (self.rows, self.dq_sum, self.semaphores, self.delta) if x is not None)
+        return tuple(x for x in (self.lse_delta, self.dq_sum, self.semaphores, self.delta) if x is not None)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], needs: Needs) -> "Prepared":
         """Rebuilds a Prepared from the result of Prepared.tensors. needs: as for `prepare`."""
-        rows, *others = tensors
+        lse_delta, *others = tensors
         delta = others.pop() if needs.delta else None
         dq_sum = others.pop(0) if needs.dq_sum else None
-        return cls(rows, delta, dq_sum, others.pop() if needs.semaphores else None)
+        return cls(lse_delta, delta, dq_sum, others.pop() if needs.semaphores else None)
 
 
 def prepare(o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, needs: Needs) -> Prepared:
     """Creates the tensors of `Prepared` in one kernel launch.
-    needs: which optional tensors the result holds. The result always holds the tensor `rows`.
+    needs: which optional tensors the result holds. The result always holds `lse_delta`.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
     and the last dimension of do has stride 1.

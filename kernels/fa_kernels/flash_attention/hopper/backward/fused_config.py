@@ -19,7 +19,7 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # whether dS = P * (derivative of the soft cap) * (dP - delta) is multiplied in bf16
+    bf16_products: bool = False  # whether dS = P * (derivative of the soft cap) * (dP - delta) is multiplied in bf16
     ahead: bool = False  # whether a step starts the next step's matmul S after its own exponentials
     after_dp: bool = False  # with `ahead`: the next step's matmul S starts only when this step's dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, not after the wait
@@ -27,27 +27,39 @@ class FusedConfig(NamedTuple):
     each_hands_over: bool = False  # whether all threads, not only one, signal that dS is written (barriers.hand_over)
 
 
-_HALVES_128 = FusedConfig(64, 2, 2, halves=True)
+_BF16_128 = FusedConfig(block_m=64, stages=2, ds_stages=2, bf16_products=True)
 # Configurations for calls without a soft cap. Without a soft cap, the kernel uses 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
-        64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
+        block_m=64,
+        stages=4,
+        ds_stages=2,
+        dynamic=True,
+        bf16_products=True,
+        ahead=True,
+        after_dp=True,
+        lse_early=False,
+        each_hands_over=True,
     ),
-    (64, torch.float16): FusedConfig(128, 2, 2),
-    (96, torch.bfloat16): FusedConfig(64, 3, 2, dynamic=True, halves=True, ahead=True, each_hands_over=True),
-    (96, torch.float16): FusedConfig(64, 3, 2, dynamic=True),
-    (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
-    (128, torch.float16): FusedConfig(64, 2, 2),
+    (64, torch.float16): FusedConfig(block_m=128, stages=2, ds_stages=2),
+    (96, torch.bfloat16): FusedConfig(
+        block_m=64, stages=3, ds_stages=2, dynamic=True, bf16_products=True, ahead=True, each_hands_over=True
+    ),
+    (96, torch.float16): FusedConfig(block_m=64, stages=3, ds_stages=2, dynamic=True),
+    (128, torch.bfloat16): _BF16_128._replace(delta_early=True, each_hands_over=True),
+    (128, torch.float16): FusedConfig(block_m=64, stages=2, ds_stages=2),
 }
 # Configurations for calls with a soft cap. The derivative of the soft cap takes registers, so fp16 has no configuration
 # at head_dim 128, and bf16 does not use `ahead` at head_dim 96.
-_CAPPED_96 = FusedConfig(64, 3, 3)
+_CAPPED_96 = FusedConfig(block_m=64, stages=3, ds_stages=3)
 CAPPED_CONFIGS = {
-    (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
-    (64, torch.float16): FusedConfig(64, 4, 2, dynamic=True),
+    (64, torch.bfloat16): FusedConfig(
+        block_m=64, stages=4, ds_stages=4, bf16_products=True, ahead=True, after_dp=True, lse_early=False
+    ),
+    (64, torch.float16): FusedConfig(block_m=64, stages=4, ds_stages=2, dynamic=True),
     (96, torch.bfloat16): _CAPPED_96,
     (96, torch.float16): _CAPPED_96,
-    (128, torch.bfloat16): _HALVES_128,
+    (128, torch.bfloat16): _BF16_128,
 }
 
 
@@ -56,12 +68,12 @@ def config_of(
 ) -> FusedConfig | None:
     """Returns the configuration of a call, or None if the fused kernel does not support the call.
 
-    ordered: whether the additions to dQ have a fixed order (order.py). group: the number of query heads per KV head.
+    ordered: whether the additions to dQ have a fixed order (dq_order.py). group: the number of query heads per KV head.
     """
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # order.py supports only steps of SUM_BLOCK queries
+    if ordered and config.block_m > SUM_BLOCK:  # dq_order.py supports only steps of SUM_BLOCK queries
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 

@@ -29,7 +29,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
     visible_queries,
 )
 from fa_kernels.flash_attention.hopper.primitives.barriers import (
-    HALVES_BARRIER,
+    CONSUMERS_BARRIER,
     hand_back,
     hand_over,
     meet,
@@ -45,7 +45,7 @@ from fa_kernels.flash_attention.hopper.primitives.columns import (
 )
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.queue import field, read
-from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, operand
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, operand_layout
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
 from fa_kernels.flash_attention.scores import cap
@@ -112,20 +112,20 @@ def _no_gradients(buffers, KEYS: gl.constexpr):
 
 @gluon.jit
 def _zero_gradients(KEYS: gl.constexpr, COLUMNS: gl.constexpr):
-    dk = gl.zeros([KEYS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
-    dv = gl.zeros([KEYS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
+    dk = gl.zeros([KEYS, COLUMNS], gl.float32, layout=accumulator_layout(COLUMNS))
+    dv = gl.zeros([KEYS, COLUMNS], gl.float32, layout=accumulator_layout(COLUMNS))
     return Gradients(dk, dv)
 
 
 @gluon.jit
-def _read_rows(rows, stage, LAYOUT: gl.constexpr):
-    """Loads lse or delta of one step from shared memory."""
-    return rows.index(stage).load(gl.SliceLayout(0, LAYOUT))
+def _read_rows(rows, stage, SCORES_LAYOUT: gl.constexpr):
+    """Loads lse or delta of one step from shared memory, one value for each column (query) of S^T."""
+    return rows.index(stage).load(gl.SliceLayout(0, SCORES_LAYOUT))
 
 
 @gluon.jit
 def _probabilities(
-    scores, lse, m, visible, scale, dtype: gl.constexpr, HALVES: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+    scores, lse, m, visible, scale, dtype: gl.constexpr, BF16_PRODUCTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
     """Computes `Probabilities` from S^T [64, M]. `m` is the first query of the step."""
     lse = gl.expand_dims(lse, 0)
@@ -136,10 +136,10 @@ def _probabilities(
         p = gl.exp2(scores * (scale.softmax * LOG2_E) - lse)
     p = hide(p, visible, m)
     p_low = p.to(dtype)
-    factor = p_low if HALVES else p
+    factor = p_low if BF16_PRODUCTS else p
     if HAS_SOFTCAP:
         slope = 1.0 - t * t
-        factor = _product(p_low, slope.to(dtype)) if HALVES else p * slope
+        factor = _product(p_low, slope.to(dtype)) if BF16_PRODUCTS else p * slope
     return Probabilities(p_low, factor)
 
 
@@ -159,7 +159,7 @@ def _begin_dv(gradients, p_low, do):
     begun = ()
     for i in gl.static_range(len(gradients)):
         dv = gradients[i].dv
-        p = gl.convert_layout(p_low, operand(dv.shape[1]))
+        p = gl.convert_layout(p_low, operand_layout(dv.shape[1]))
         begun += (Gradients(gradients[i].dk, warpgroup_mma(p, do[i], dv, is_async=True)),)
     return begun
 
@@ -170,7 +170,7 @@ def _begin_dk(gradients, ds, q):
     begun = ()
     for i in gl.static_range(len(gradients)):
         dk = gradients[i].dk
-        ds_operand = gl.convert_layout(ds, operand(dk.shape[1]))
+        ds_operand = gl.convert_layout(ds, operand_layout(dk.shape[1]))
         begun += (Gradients(warpgroup_mma(ds_operand, q[i], dk, is_async=True), gradients[i].dv),)
     return begun
 
@@ -196,15 +196,15 @@ def _wait_for_gradients(gradients, others):
 
 
 @gluon.jit
-def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr):
+def _write_ds(p, dp, delta, ds, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Computes dS^T [64, M] of this consumer's keys, writes it to the ring buffer, and returns it in 16 bits."""
     KEYS: gl.constexpr = dp.shape[0]
     difference = dp - gl.expand_dims(delta, 0)
-    if CONFIG.halves:
+    if CONFIG.bf16_products:
         values = _product(p.factor, difference.to(p.low.dtype))
     else:
         values = (p.factor * difference).to(p.low.dtype)
-    ds.buffers.index(stage).slice(HALF * KEYS, KEYS, dim=0).store(values)
+    ds.buffers.index(stage).slice(CONSUMER * KEYS, KEYS, dim=0).store(values)
     if CONFIG.each_hands_over:
         hand_over(ds.full.index(stage))
     else:
@@ -214,7 +214,7 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 
 
 @gluon.jit
-def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+def _step(gradients, step, keys, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Processes one step.
 
     Returns (gradients, next_stage, next_phase). The stage and the phase of Q and dO are explained in `Step`.
@@ -225,30 +225,30 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     q, do = both_at(buffers.q, buffers.do, stage)  # [M, columns]
     KEYS: gl.constexpr = keys.k[0].shape[0]
     BLOCK_M: gl.constexpr = q[0].shape[0]
-    SCORES: gl.constexpr = accumulator(BLOCK_M)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
     N_COLUMNS: gl.constexpr = len(q)
-    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES_LAYOUT)
     mbarrier.wait(barriers.q_full.index(stage), step.phase)
     scores = begin_scores(keys.k, q, no_scores)  # [64, M]
     if CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
     mbarrier.wait(barriers.do_full.index(stage), step.phase)
     scores = warpgroup_mma_wait(0, deps=[scores])
     if not CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
-    p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.halves, HAS_SOFTCAP)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
+    p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.bf16_products, HAS_SOFTCAP)
     next_stage, next_phase = _next_place(step, step.number + 1, buffers.lse.shape[0])
     dp = begin_scores(keys.v, do, no_scores)
-    if CONFIG.halves:
+    if CONFIG.bf16_products:
         gradients = _begin_dv(gradients, p.low, do)
     if CONFIG.delta_early:
-        delta = _read_rows(buffers.delta, stage, SCORES)
-    dp = warpgroup_mma_wait(N_COLUMNS if CONFIG.halves else 0, deps=[dp])
+        delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
+    dp = warpgroup_mma_wait(N_COLUMNS if CONFIG.bf16_products else 0, deps=[dp])
     work.ds.wait_empty(step.ds_stage, step.ds_phase)
     if not CONFIG.delta_early:
-        delta = _read_rows(buffers.delta, stage, SCORES)
-    ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # the matmul dV starts only now, because registers cannot hold P in both fp32 and 16 bits
+        delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
+    ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, CONSUMER, CONFIG)
+    if not CONFIG.bf16_products:  # dV starts only now, because registers cannot hold P in both fp32 and 16 bits
         gradients = _begin_dv(gradients, p.low, do)
     gradients = _wait_for_gradients(_begin_dk(gradients, ds, q), ())[0]
     hand_back(barriers.empty.index(stage))
@@ -257,7 +257,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
 
 @gluon.jit
 def _step_ahead(
-    scores, gradients, step, stop, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+    scores, gradients, step, stop, keys, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
@@ -268,16 +268,16 @@ def _step_ahead(
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
     q, do = both_at(buffers.q, buffers.do, stage)  # [M, columns]
-    SCORES: gl.constexpr = scores.type.layout
+    SCORES_LAYOUT: gl.constexpr = scores.type.layout
     N_COLUMNS: gl.constexpr = len(q)
     no_scores = gl.zeros_like(scores)
     if CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
     mbarrier.wait(barriers.do_full.index(stage), step.phase)
     dp = begin_scores(keys.v, do, no_scores)  # [64, M]
     if not CONFIG.lse_early:
-        lse = _read_rows(buffers.lse, stage, SCORES)
-    p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.halves, HAS_SOFTCAP)
+        lse = _read_rows(buffers.lse, stage, SCORES_LAYOUT)
+    p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.bf16_products, HAS_SOFTCAP)
     following = step.number + 1
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
@@ -292,8 +292,8 @@ def _step_ahead(
         gradients = _begin_dv(gradients, p.low, do)
         dp = warpgroup_mma_wait(2 * N_COLUMNS, deps=[dp])
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
-    delta = _read_rows(buffers.delta, stage, SCORES)
-    ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
+    delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
+    ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, CONSUMER, CONFIG)
     gradients, others = _wait_for_gradients(_begin_dk(gradients, ds, q), (scores,))
     hand_back(barriers.empty.index(stage))
     return others[0], gradients, next_stage, next_phase
@@ -311,7 +311,7 @@ def _next_place(step, following, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rows_in_registers(tiles, LAYOUT: gl.constexpr):
+def _as_operands(tiles, LAYOUT: gl.constexpr):
     """Loads the tiles from shared memory into registers, as first operands of matmuls."""
     values = ()
     for i in gl.static_range(len(tiles)):
@@ -321,13 +321,13 @@ def _rows_in_registers(tiles, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _consume_item(
-    item, item_index, done, HALF: gl.constexpr, out_descs, work, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
+    item, item_number, done, CONSUMER: gl.constexpr, out_descs, work, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """Computes dK, dV and dS^T for half of an item's keys.
 
-    The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
-    item_index: the number of items that this program has already processed.
+    Consumer 0 stores dK of all keys of the item, and consumer 1 stores dV of all keys of the item.
+    item_number: the number of items that this program has already processed.
     done: the number of steps of all earlier items of this program.
     Returns `done` plus the number of steps of this item.
     """
@@ -337,34 +337,33 @@ def _consume_item(
     ITEMS: gl.constexpr = buffers.k[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
-    SCORES: gl.constexpr = accumulator(BLOCK_M)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
     # If `STAGES` is not a power of two, each step increments `stage`. A division by `STAGES` would need more registers.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
-    m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
+    m, head = first_step(item, GROUP, BLOCK_M, DESCENDING)
     stop = done + item.n_steps
-    place = item_index % ITEMS
+    place = item_number % ITEMS
     k_first, v_first = buffers.k[0].index(place), buffers.v[0].index(place)
-    first = item.first + HALF * KEYS  # the first of this consumer's keys
-    visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES))
+    first = item.first + CONSUMER * KEYS  # the first of this consumer's keys
+    visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES_LAYOUT))
     k_tiles, v_tiles = with_rest_at((k_first,), buffers.k, place), with_rest_at((v_first,), buffers.v, place)
-    k, v = rows_at(k_tiles, HALF * KEYS, KEYS), rows_at(v_tiles, HALF * KEYS, KEYS)  # [64, columns]
+    k, v = rows_at(k_tiles, CONSUMER * KEYS, KEYS), rows_at(v_tiles, CONSUMER * KEYS, KEYS)  # [64, columns]
     gradients = _no_gradients(buffers, KEYS)
     stage, phase = place_of(done, STAGES)
-    wait_full(barriers.kv_full, item_index)
+    wait_full(barriers.kv_full, item_number)
     keys = Keys(k, v, visible)
     if KEYS_FIT:
-        in_registers: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
-        keys = Keys(_rows_in_registers(k, in_registers), _rows_in_registers(v, in_registers), visible)
+        keys = Keys(_as_operands(k, operand_layout(BLOCK_M)), _as_operands(v, operand_layout(BLOCK_M)), visible)
     if CONFIG.ahead:
         mbarrier.wait(barriers.q_full.index(stage), phase, pred=item.n_steps > 0)
-        no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+        no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES_LAYOUT)
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # frees the previous item's buffers of K and V, after TMA has read dK and dV from them
+        if item_number > 0:  # frees the previous item's buffers of K and V, after TMA has read dK and dV from them
             tma.store_wait(0)
-            hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
+            hand_back(barriers.kv_empty.index((item_number - 1) % ITEMS))
     meet()  # without this call, the waits above would make Triton insert a barrier in every step
     for number in range(done, stop):
         if not COUNTED:
@@ -375,16 +374,16 @@ def _consume_item(
         step = Step(number, m, stage, phase, ds_stage, ds_phase)
         if CONFIG.ahead:
             scores, gradients, next_stage, next_phase = _step_ahead(
-                scores, gradients, step, stop, keys, work, HALF, CONFIG, HAS_SOFTCAP
+                scores, gradients, step, stop, keys, work, CONSUMER, CONFIG, HAS_SOFTCAP
             )
         else:
-            gradients, next_stage, next_phase = _step(gradients, step, keys, work, HALF, CONFIG, HAS_SOFTCAP)
-        m, head = next_step(m, head, item, GROUP, BLOCK_M, BACKWARDS)
+            gradients, next_stage, next_phase = _step(gradients, step, keys, work, CONSUMER, CONFIG, HAS_SOFTCAP)
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, DESCENDING)
         if COUNTED:
             stage, phase = next_stage, next_phase
     if work.marks is not None:
-        mark_rows(_sums_of(gradients), first, item.kv_head, work.ranges.total, work.marks, HALF)
-    _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF, out_descs, work)
+        mark_rows(_sums_of(gradients), first, item.kv_head, work.ranges.total, work.marks, CONSUMER)
+    _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, CONSUMER, out_descs, work)
     return stop
 
 
@@ -401,7 +400,7 @@ def _sums_of(gradients):
 
 
 @gluon.jit
-def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
+def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, CONSUMER: gl.constexpr, out_descs, work):
     """Starts to store dK and dV in global memory by TMA, through the shared-memory buffers of K and V.
 
     k_tiles and v_tiles: all 128 rows of each buffer of K and V. k and v: this consumer's 64 rows of each buffer.
@@ -416,29 +415,31 @@ def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.con
     for i in gl.static_range(len(gradients)):
         k[i].store((gradients[i].dk * work.scale.softmax).to(dtype))
     fence_async_shared()
-    named_barrier(HALVES_BARRIER, 256)  # waits until both consumers have stored their halves of dK and dV
-    tiles = k_tiles if HALF == 0 else v_tiles
+    named_barrier(CONSUMERS_BARRIER, 256)  # waits until both consumers have written dK and dV to shared memory
+    tiles = k_tiles if CONSUMER == 0 else v_tiles
     for i in gl.static_range(len(tiles)):
         tma.async_copy_shared_to_global(out_descs[i], [item.first, item.kv_head * HEAD_DIM], tiles[i])
 
 
 @gluon.jit
 def consume(
-    HALF: gl.constexpr, out_descs, work, order, queue, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr,
+    CONSUMER: gl.constexpr, out_descs, work, tile_order, queue, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """Runs a consumer warpgroup over all items of the queue, or over the program's only item if there is no queue."""
     BLOCK_M: gl.constexpr = work.buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = work.buffers.k[0].shape[1]
     if queue is None:
-        item = locate_item(gl.program_id(0), order, work.ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _consume_item(item, 0, 0, HALF, out_descs, work, CONFIG, HAS_SOFTCAP, GROUP, BACKWARDS)
+        item = locate_item(gl.program_id(0), tile_order, work.ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _consume_item(item, 0, 0, CONSUMER, out_descs, work, CONFIG, HAS_SOFTCAP, GROUP, DESCENDING)
     else:
-        item_index, done = 0, 0
-        fields = read(queue, item_index)
+        item_number, done = 0, 0
+        fields = read(queue, item_number)
         while field(fields, 0) >= 0:
             item = posted_item(fields)
-            done = _consume_item(item, item_index, done, HALF, out_descs, work, CONFIG, HAS_SOFTCAP, GROUP, BACKWARDS)
-            item_index += 1
-            fields = read(queue, item_index)
+            done = _consume_item(
+                item, item_number, done, CONSUMER, out_descs, work, CONFIG, HAS_SOFTCAP, GROUP, DESCENDING
+            )
+            item_number += 1
+            fields = read(queue, item_number)
     tma.store_wait(0)

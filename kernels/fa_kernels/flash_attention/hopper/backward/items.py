@@ -2,8 +2,8 @@
 
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, in each query head that shares the KV head. A step of an item is one block of queries of one head. By
-default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
-visit the blocks from the last to the first, and visit all heads for each block.
+default, steps visit all blocks of one head, and then all blocks of the next head. With `DESCENDING` (dq_order.py),
+steps visit the blocks from the last to the first, and visit all heads for each block.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -52,7 +52,7 @@ class Descriptors:
     k: tuple
     v: tuple
     do: tuple
-    rows: gl.tensor  # a vector that holds lse of all heads, then delta of all heads
+    lse_delta: gl.tensor  # a vector that holds lse of all heads, then delta of all heads
 
 
 @structure
@@ -112,13 +112,15 @@ class Visible:
 
 @gluon.jit
 def locate_item(
-    index, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
+    index, tile_order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """Returns the work item with the given index. `ranges` holds the range of queries that see each key.
 
-    The first query of the item is rounded down to a multiple of `ALIGNMENT`.
+    The first query of the item is rounded down to a multiple of `ALIGNMENT`, so that TMA can load lse and delta of a
+    step. The fused kernel also needs steps that begin at a block of the sum of dQ.
     """
-    tile, kv_head = order.locate(index)
+    tile, kv_head = tile_order.locate(index)
     first = tile * BLOCK_N
     last = gl.minimum(first + BLOCK_N, ranges.total) - 1
     start = gl.load(ranges.start + first) // ALIGNMENT * ALIGNMENT
@@ -133,26 +135,26 @@ def posted_item(fields):
 
 
 @gluon.jit
-def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
+def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, DESCENDING: gl.constexpr = False):
     """Returns the first query of an item's first step, and the query head of this step.
 
-    With `BACKWARDS`, item.start must be a multiple of `BLOCK_M`.
+    With `DESCENDING`, item.start must be a multiple of `BLOCK_M`.
     """
     m = item.start
-    if BACKWARDS:  # computing m from the number of steps would take one more register
+    if DESCENDING:  # computing m from the number of steps would take one more register
         m = (item.end - 1) // BLOCK_M * BLOCK_M
     return m, item.kv_head * GROUP
 
 
 @gluon.jit
-def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
+def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, DESCENDING: gl.constexpr = False):
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head. The last block of a head is followed by the
-    first block of the next head. With `BACKWARDS`, the next step is the same block of the next head. After the last
+    first block of the next head. With `DESCENDING`, the next step is the same block of the next head. After the last
     head, the next step is the preceding block of the first head.
     """
-    if BACKWARDS:
+    if DESCENDING:
         if GROUP > 1:
             head += 1
             wraps = head % GROUP == 0
@@ -200,8 +202,8 @@ def new_buffers(descs, STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Allocates the shared-memory buffers for the first column block of a head."""
     BLOCK_M: gl.constexpr = descs.q[0].block_type.shape[0]
     q, do = new_buffer(descs.q[0], STAGES), new_buffer(descs.do[0], STAGES)
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.rows.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.rows.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.lse_delta.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.lse_delta.layout)
     k, v = new_buffer(descs.k[0], ITEMS), new_buffer(descs.v[0], ITEMS)
     return Buffers((q,), (do,), lse, delta, (k,), (v,))
 
@@ -261,23 +263,23 @@ def load_keys(inputs, buffers, kv_full, place, item):
 def load_step(inputs, delta_start, buffers, barriers, stage, m, head):
     """Starts to load Q, dO, lse and delta of one step by TMA.
 
-    delta_start: the index at which delta begins in the vector `rows`.
+    delta_start: the index at which delta begins in the vector `lse_delta`.
     """
-    BYTES: gl.constexpr = nbytes_of(inputs.descs.q) + inputs.descs.rows.block_type.nbytes
+    BYTES: gl.constexpr = nbytes_of(inputs.descs.q) + inputs.descs.lse_delta.block_type.nbytes
     q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
     row = head * inputs.padded + m
     mbarrier.expect(q_full, BYTES)
     start_load(inputs.descs.q, m, head * inputs.stride_qh, q_full, buffers.q, stage)
-    tma.async_copy_global_to_shared(inputs.descs.rows, [row], q_full, buffers.lse.index(stage))
+    tma.async_copy_global_to_shared(inputs.descs.lse_delta, [row], q_full, buffers.lse.index(stage))
     mbarrier.expect(do_full, BYTES)
     start_load(inputs.descs.do, m, head * inputs.stride_doh, do_full, buffers.do, stage)
-    tma.async_copy_global_to_shared(inputs.descs.rows, [delta_start + row], do_full, buffers.delta.index(stage))
+    tma.async_copy_global_to_shared(inputs.descs.lse_delta, [delta_start + row], do_full, buffers.delta.index(stage))
 
 
 @gluon.jit
 def _produce_item(
     item,
-    item_index,
+    item_number,
     done,
     counter_ptr,
     inputs,
@@ -285,21 +287,21 @@ def _produce_item(
     buffers,
     barriers,
     GROUP: gl.constexpr,
-    BACKWARDS: gl.constexpr,
+    DESCENDING: gl.constexpr,
 ):
     """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this function.
 
-    item_index: the number of items that this program has already loaded. done: the number of steps of all earlier items
-    of this program. Returns `done` plus the number of steps of this item, and a ticket for the next item of this
-    program (queue.py). The ticket is 0 if counter_ptr is None.
+    item_number: the number of items that this program has already loaded. done: the number of steps in these items.
+    Returns `done` plus the number of steps of this item, and a ticket for the next item of this program (queue.py). The
+    ticket is 0 if counter_ptr is None.
     """
     STAGES: gl.constexpr = buffers.q[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     ITEMS: gl.constexpr = buffers.k[0].shape[0]
-    m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
-    place = item_index % ITEMS
+    m, head = first_step(item, GROUP, BLOCK_M, DESCENDING)
+    place = item_number % ITEMS
     if counter_ptr is not None:
-        wait_empty(barriers.kv_empty, item_index)
+        wait_empty(barriers.kv_empty, item_number)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
     # with a queue, the loop has one extra iteration, so that a ticket is drawn even if the item has no steps
     DRAWS: gl.constexpr = 0 if counter_ptr is None else 1
@@ -312,31 +314,31 @@ def _produce_item(
         if step < item.n_steps:
             wait_empty(barriers.empty, done)
             load_step(inputs, delta_start, buffers, barriers, done % STAGES, m, head)
-            m, head = next_step(m, head, item, GROUP, BLOCK_M, BACKWARDS)
+            m, head = next_step(m, head, item, GROUP, BLOCK_M, DESCENDING)
             done += 1
     return done, ticket
 
 
 @gluon.jit
 def produce(
-    inputs, delta_start, buffers, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
-    ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr = False,
+    inputs, delta_start, buffers, barriers, tile_order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
+    ALIGNMENT: gl.constexpr, DESCENDING: gl.constexpr = False,
 ):  # fmt: skip
     """Runs the producer warp: it draws and loads items until none is left, or loads one item if there is no queue."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     if queue is None:
-        item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _produce_item(item, 0, gl.to_tensor(0), counter_ptr, inputs, delta_start, buffers, barriers, GROUP, BACKWARDS)
+        item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _produce_item(item, 0, gl.to_tensor(0), counter_ptr, inputs, delta_start, buffers, barriers, GROUP, DESCENDING)
     else:
-        item_index, done = 0, 0
+        item_number, done = 0, 0
         index = gl.program_id(0)
         while index < n_items:
-            item = locate_item(index, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-            post(queue, item_index, (item.first, item.kv_head, item.start, item.end, item.n_steps))
+            item = locate_item(index, tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+            post(queue, item_number, (item.first, item.kv_head, item.start, item.end, item.n_steps))
             done, ticket = _produce_item(
-                item, item_index, done, counter_ptr, inputs, delta_start, buffers, barriers, GROUP, BACKWARDS
+                item, item_number, done, counter_ptr, inputs, delta_start, buffers, barriers, GROUP, DESCENDING
             )
-            item_index += 1
+            item_number += 1
             index = item_of(ticket, counter_ptr, n_items)
-        post(queue, item_index, (-1,))
+        post(queue, item_number, (-1,))

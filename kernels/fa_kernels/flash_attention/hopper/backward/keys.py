@@ -38,9 +38,9 @@ from fa_kernels.flash_attention.hopper.backward.items import (
     produce,
     visible_queries,
 )
-from fa_kernels.flash_attention.hopper.primitives.barriers import HALVES_BARRIER, hand_back, meet, named_barrier
+from fa_kernels.flash_attention.hopper.primitives.barriers import CONSUMERS_BARRIER, hand_back, meet, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
-from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, operand
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, operand_layout
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import Schedule
@@ -52,8 +52,9 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
 STAGES = 4  # the number of steps with buffers for Q and dO. The kernel uses 194 KiB of shared memory.
-# All warps start with `REGISTERS` registers per thread, and then change to the number for their role.
-REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
+# All warps start with `START_REGISTERS` registers per thread. The second consumer and the producer then change to
+# `WORKER_REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+START_REGISTERS, WORKER_REGISTERS = 168, (240, 24)
 
 
 @structure
@@ -67,14 +68,14 @@ class _Keys:
 
 
 @gluon.jit
-def _keys_of_consumer(item, HALF: gl.constexpr, buffers, ranges):
+def _keys_of_consumer(item, CONSUMER: gl.constexpr, buffers, ranges):
     """Returns the consumer's half of the item's keys. The loads of K and V may still be in flight."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
-    first = item.first + HALF * KEYS
-    visible = visible_queries(ranges, first, KEYS, gl.SliceLayout(1, accumulator(BLOCK_M)))
-    k = buffers.k[0].index(0).slice(HALF * KEYS, KEYS, dim=0)
-    v = buffers.v[0].index(0).slice(HALF * KEYS, KEYS, dim=0)
+    first = item.first + CONSUMER * KEYS
+    visible = visible_queries(ranges, first, KEYS, gl.SliceLayout(1, accumulator_layout(BLOCK_M)))
+    k = buffers.k[0].index(0).slice(CONSUMER * KEYS, KEYS, dim=0)
+    v = buffers.v[0].index(0).slice(CONSUMER * KEYS, KEYS, dim=0)
     return _Keys(first, k, v, visible)
 
 
@@ -86,10 +87,10 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
     BLOCK_M: gl.constexpr = q_bufs.shape[1]
     KEYS: gl.constexpr = dk.shape[0]
     D: gl.constexpr = dk.shape[1]
-    SCORES: gl.constexpr = accumulator(BLOCK_M)
-    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
+    QUERIES_LAYOUT: gl.constexpr = gl.SliceLayout(0, SCORES_LAYOUT)
     dtype: gl.constexpr = q_bufs.dtype
-    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES_LAYOUT)
     stage, phase = place_of(step, STAGES)
     q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
     mbarrier.wait(barriers.q_full.index(stage), phase)
@@ -97,69 +98,68 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
     mbarrier.wait(barriers.do_full.index(stage), phase)
     dp = warpgroup_mma(keys.v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES), 0)
+    lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES_LAYOUT), 0)
     scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
     slope = 1.0 - t * t
     p = hide(gl.exp2(scores - lse), keys.visible, m)
     p_low = p.to(dtype)
     p = p * slope
     dp = warpgroup_mma_wait(0, deps=[dp])
-    dv = warpgroup_mma(gl.convert_layout(p_low, operand(D)), do, dv, is_async=True)
-    delta = gl.expand_dims(buffers.delta.index(stage).load(QUERIES), 0)
+    dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout(D)), do, dv, is_async=True)
+    delta = gl.expand_dims(buffers.delta.index(stage).load(QUERIES_LAYOUT), 0)
     ds = (p * (dp - delta)).to(dtype)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand(D)), q, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(D)), q, dk, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
     hand_back(barriers.empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
-def _store(dk, dv, item, keys, buffers, scale, HALF: gl.constexpr, out_desc):
+def _store(dk, dv, item, keys, buffers, scale, CONSUMER: gl.constexpr, out_desc):
     """Stores dK and dV in global memory by TMA, through the shared-memory buffers of K and V.
 
-    The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
+    Consumer 0 stores dK of all keys of the item, and consumer 1 stores dV of all keys of the item.
     """
     D: gl.constexpr = dk.shape[1]
     meet()  # waits until all warps of this consumer have read the consumer's half of K and V
     keys.k.store((dk * scale.softmax).to(keys.k.dtype))
     keys.v.store(dv.to(keys.v.dtype))
     fence_async_shared()
-    named_barrier(HALVES_BARRIER, 256)  # waits until both consumers have stored their halves of dK and dV
+    named_barrier(CONSUMERS_BARRIER, 256)  # waits until both consumers have written dK and dV to shared memory
     k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)
-    tma.async_copy_shared_to_global(out_desc, [item.first, item.kv_head * D], k_buf if HALF == 0 else v_buf)
+    tma.async_copy_shared_to_global(out_desc, [item.first, item.kv_head * D], k_buf if CONSUMER == 0 else v_buf)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, out_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP: gl.constexpr,
+    CONSUMER: gl.constexpr, out_desc, buffers, barriers, tile_order, ranges, marks_ptr, scale, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """Runs a consumer warpgroup, which computes dK and dV of half of an item's keys."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     D: gl.constexpr = buffers.q[0].shape[2]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
-    item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    m, head = first_step(item, GROUP, BLOCK_M, False)
-    keys = _keys_of_consumer(item, HALF, buffers, ranges)
-    dk = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator(D))
-    dv = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator(D))
+    item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    m, head = first_step(item, GROUP, BLOCK_M)
+    keys = _keys_of_consumer(item, CONSUMER, buffers, ranges)
+    dk = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator_layout(D))
+    dv = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator_layout(D))
     mbarrier.wait(barriers.kv_full.index(0), 0)
     for step in range(item.n_steps):
         dk, dv = _step(dk, dv, step, m, keys, buffers, barriers, scale)
         m, head = next_step(m, head, item, GROUP, BLOCK_M)
     if marks_ptr is not None:
-        mark_rows((dk + dv,), keys.first, item.kv_head, ranges.total, marks_ptr, HALF)
-    _store(dk, dv, item, keys, buffers, scale, HALF, out_desc)
+        mark_rows((dk + dv,), keys.first, item.kv_head, ranges.total, marks_ptr, CONSUMER)
+    _store(dk, dv, item, keys, buffers, scale, CONSUMER, out_desc)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, do_desc, lse_delta_desc, dk_desc, dv_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of work items.
 
@@ -167,28 +167,28 @@ def _dkdv_kernel(
 
     marks_ptr: the pointer to the NaN marks of dK and dV (nan_marks.py), or None.
     """
-    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
+    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), lse_delta_desc)
     buffers = new_buffers(descs, STAGES, 1)
     barriers = new_item_barriers(STAGES, 1)
-    order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
+    tile_order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = Ranges(query_start_ptr, query_end_ptr, total_k)
     scale = Scale(softmax_scale, softcap)
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     gl.warp_specialize([
-        (_consume, (0, dk_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
-        (_consume, (1, dv_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
-        (produce, (inputs, delta_start, buffers, barriers, order, ranges, None, None, n_items, GROUP, ALIGNMENT)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        (_consume, (0, dk_desc, buffers, barriers, tile_order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
+        (_consume, (1, dv_desc, buffers, barriers, tile_order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
+        (produce, (inputs, delta_start, buffers, barriers, tile_order, ranges, None, None, n_items, GROUP, ALIGNMENT)),
+    ], [4, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv, which are contiguous.
 
-    rows: lse and delta, as in the field `rows` of dq_sum.Prepared.
+    lse_delta: as in dq_sum.Prepared.
     marks: the tensor to which the NaN marks of dk and dv are written (nan_isolation.new_marks), or None.
     """
     n_heads = q.shape[1]
@@ -203,11 +203,11 @@ def gradients_of_keys(
     section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     launch(
         _dkdv_kernel, (n_items,),
-        *descs[:4], elements(rows, BLOCK_M), *descs[4:],
+        *descs[:4], elements(lse_delta, BLOCK_M), *descs[4:],
         schedule.key_tiles, schedule.query_start, schedule.query_end, marks, features.softmax_scale, features.softcap,
-        n_items, n_tiles, n_kv_heads, section, total_k, rows.shape[-1],
+        n_items, n_tiles, n_kv_heads, section, total_k, lse_delta.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         GROUP=n_heads // n_kv_heads, STAGES=STAGES, ALIGNMENT=ROW_ALIGNMENT,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        WORKER_REGISTERS=WORKER_REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dk, dv

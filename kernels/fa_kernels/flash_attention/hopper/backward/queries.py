@@ -37,7 +37,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, meet
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
-from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, keep_columns, operand
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, keep_columns, operand_layout
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers, wait_empty, wait_full
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -48,9 +48,9 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
-# thread, and the producer to 24 (`REGISTERS`). The first consumer gets the remaining 240 registers per thread.
-THREAD_REGISTERS, REGISTERS = 168, (240, 24)
+# All warps start with `START_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
+# thread, and the producer to 24 (`WORKER_REGISTERS`). The first consumer gets the remaining 240 registers per thread.
+START_REGISTERS, WORKER_REGISTERS = 168, (240, 24)
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class _Queries:
 
 
 @gluon.jit
-def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+def _locate_item(tile_order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Returns the work item of this program."""
-    tile, head = order.locate(gl.program_id(0))
+    tile, head = tile_order.locate(gl.program_id(0))
     first = tile * ROWS
     last = gl.minimum(first + ROWS, ranges.total) - 1
     start = gl.load(ranges.start + first)
@@ -147,14 +147,14 @@ def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
+def _produce(inputs, buffers, tile_order, ranges, GROUP: gl.constexpr):
     """Runs the producer warp, which loads Q and dO for each consumer, and then the blocks of K and V of the item."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     K_STAGES: gl.constexpr = buffers.k.buffers.shape[0]
     V_STAGES: gl.constexpr = buffers.v.buffers.shape[0]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
     BYTES: gl.constexpr = 2 * buffers.k.buffers.shape[2]  # bytes per row
-    item = _locate_item(order, ranges, 2 * BLOCK_M, BLOCK_N)
+    item = _locate_item(tile_order, ranges, 2 * BLOCK_M, BLOCK_N)
     kv_head, key = item.head // GROUP, item.start
     for consumer in gl.static_range(2):
         row = item.first + consumer * BLOCK_M
@@ -198,7 +198,7 @@ def _load_queries(item, CONSUMER: gl.constexpr, of_rows, buffers, ranges):
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
     first = item.first + CONSUMER * BLOCK_M
-    rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
+    rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, accumulator_layout(BLOCK_N)))
     inside = rows < ranges.total
     key_start = gl.load(ranges.start + rows, mask=inside, other=0)
     key_end = gl.load(ranges.end + rows, mask=inside, other=0)
@@ -242,7 +242,7 @@ def _add_block(dq, step, key, queries, k_ring, v_ring, scale, HAS_SOFTCAP: gl.co
     dtype: gl.constexpr = queries.q.dtype
     k_stage, v_stage = step % K_STAGES, step % V_STAGES
     k, v = k_ring.buffers.index(k_stage), v_ring.buffers.index(v_stage)
-    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
+    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=accumulator_layout(BLOCK_N))
     wait_full(k_ring.full, step)
     scores = warpgroup_mma(queries.q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [M, N]
     wait_full(v_ring.full, step)
@@ -252,7 +252,7 @@ def _add_block(dq, step, key, queries, k_ring, v_ring, scale, HAS_SOFTCAP: gl.co
     dp = warpgroup_mma_wait(0, deps=[dp])
     _release(v_ring, v_stage, ARRIVALS)
     ds = (p * (dp - queries.delta)).to(dtype)
-    dq = warpgroup_mma(gl.convert_layout(ds, operand(dq.shape[1])), k, dq, is_async=True)
+    dq = warpgroup_mma(gl.convert_layout(ds, operand_layout(dq.shape[1])), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     _release(k_ring, k_stage, ARRIVALS)
     return dq
@@ -270,17 +270,17 @@ def _store(dq, queries, scale, dq_desc):
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP: gl.constexpr,
+    CONSUMER: gl.constexpr, dq_desc, of_rows, scale, buffers, tile_order, ranges, HAS_SOFTCAP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
     """Runs a consumer warpgroup, which computes dQ of 64 queries of the item."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
     D: gl.constexpr = buffers.k.buffers.shape[2]
-    item = _locate_item(order, ranges, 2 * BLOCK_M, BLOCK_N)
+    item = _locate_item(tile_order, ranges, 2 * BLOCK_M, BLOCK_N)
     key = item.start
     queries = _load_queries(item, CONSUMER, of_rows, buffers, ranges)
-    dq = gl.zeros([BLOCK_M, D], gl.float32, layout=accumulator(D))
+    dq = gl.zeros([BLOCK_M, D], gl.float32, layout=accumulator_layout(D))
     mbarrier.wait(buffers.q_full.index(CONSUMER), 0)
     for step in range(item.n_blocks):
         dq = _add_block(dq, step, key, queries, buffers.k, buffers.v, scale, HAS_SOFTCAP, ARRIVALS)
@@ -298,7 +298,7 @@ def _dq_kernel(
     lse_ptr, delta_ptr, tiles_ptr, key_start_ptr, key_end_ptr, marks_ptr, softmax_scale, softcap,
     n_tiles, n_heads, section, total_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
+    ARRIVALS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A work item is dQ of 128 queries of one head. Program i processes work item i.
 
@@ -319,15 +319,15 @@ def _dq_kernel(
         mbarrier.init(v_ring.empty.index(stage), count=2 * ARRIVALS)
     buffers = _Buffers(q_bufs, do_bufs, q_full, k_ring, v_ring)
     inputs = _Inputs(q_desc, k_desc, v_desc, do_desc, stride_qh, stride_kh, stride_vh, stride_doh)
-    order = TileOrder(tiles_ptr, n_tiles, n_heads, section)
+    tile_order = TileOrder(tiles_ptr, n_tiles, n_heads, section)
     ranges = Ranges(key_start_ptr, key_end_ptr, total_q)
     of_rows = _Rows(lse_ptr, delta_ptr, marks_ptr)
     scale = Scale(softmax_scale, softcap)
     gl.warp_specialize([
-        (_consume, (0, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP, ARRIVALS)),
-        (_consume, (1, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP, ARRIVALS)),
-        (_produce, (inputs, buffers, order, ranges, GROUP)),
-    ], [4, 1], REGISTERS)  # fmt: skip
+        (_consume, (0, dq_desc, of_rows, scale, buffers, tile_order, ranges, HAS_SOFTCAP, ARRIVALS)),
+        (_consume, (1, dq_desc, of_rows, scale, buffers, tile_order, ranges, HAS_SOFTCAP, ARRIVALS)),
+        (_produce, (inputs, buffers, tile_order, ranges, GROUP)),
+    ], [4, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradient_of_queries(
@@ -352,6 +352,6 @@ def gradient_of_queries(
         schedule.key_end, marks, features.softmax_scale, features.softcap, n_tiles, n_heads,
         heads_per_section(k, v, n_heads), total_q, q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], K_STAGES=K_STAGES, V_STAGES=tiles.v_stages,
-        ARRIVALS=tiles.arrivals, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
+        ARRIVALS=tiles.arrivals, WORKER_REGISTERS=WORKER_REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dq

@@ -49,6 +49,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
 )
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, operand_layout
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers, place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -62,9 +63,9 @@ HEAD_DIM = 256
 BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to the
-# numbers of registers in `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
-THREAD_REGISTERS, REGISTERS = 168, (240, 24)
+# All warps start with `START_REGISTERS` registers per thread. The second consumer and the producer then change to the
+# numbers of registers in `WORKER_REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+START_REGISTERS, WORKER_REGISTERS = 168, (240, 24)
 
 
 @structure
@@ -80,12 +81,12 @@ class _Barriers:
 
 
 @gluon.jit
-def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
+def _locate_item(tile_order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
     """Returns the work item of this program. The first query of the item is rounded down to a multiple of `BLOCK`.
 
     The last tile of the schedule can extend past the last key. An item that lies past the last key has no steps.
     """
-    tile, kv_head = order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
+    tile, kv_head = tile_order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
     first = tile * BLOCK
     last = gl.minimum(first + BLOCK, ranges.total) - 1
     start = gl.load(ranges.start + first, mask=first < ranges.total, other=0) // BLOCK * BLOCK
@@ -95,17 +96,17 @@ def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_
 
 @gluon.jit
 def _produce(
-    inputs, buffers, barriers, order, ranges, GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr
+    inputs, buffers, barriers, tile_order, ranges, GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr
 ):  # fmt: skip
     """Runs the producer warp, which fills the buffers in the order in which the consumers empty them."""
     q_bufs, do_bufs, k_buf, v_buf = buffers.q[0], buffers.do[0], buffers.k[0], buffers.v[0]
     q_desc, k_desc, v_desc, do_desc = inputs.descs.q[0], inputs.descs.k[0], inputs.descs.v[0], inputs.descs.do[0]
-    rows_desc = inputs.descs.rows
+    lse_delta_desc = inputs.descs.lse_delta
     BLOCK: gl.constexpr = k_buf.shape[0]
     STAGES: gl.constexpr = q_bufs.shape[0]
-    item = _locate_item(order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
-    m, head = first_step(item, GROUP, BLOCK, False)
-    delta_start = order.n_heads * GROUP * inputs.padded
+    item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
+    m, head = first_step(item, GROUP, BLOCK)
+    delta_start = tile_order.n_heads * GROUP * inputs.padded
     mbarrier.expect(barriers.k_full, k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [item.first, item.kv_head * inputs.stride_kh], barriers.k_full, k_buf)
     mbarrier.expect(barriers.v_full, v_desc.block_type.nbytes)
@@ -116,13 +117,13 @@ def _produce(
         row = head * inputs.padded + m
         q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
         mbarrier.wait(barriers.q_empty.index(stage), empty)
-        mbarrier.expect(q_full, q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_delta_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [m, head * inputs.stride_qh], q_full, q_bufs.index(stage))
-        tma.async_copy_global_to_shared(rows_desc, [row], q_full, buffers.lse.index(stage))
+        tma.async_copy_global_to_shared(lse_delta_desc, [row], q_full, buffers.lse.index(stage))
         mbarrier.wait(barriers.do_empty.index(stage), empty)
-        mbarrier.expect(do_full, do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        mbarrier.expect(do_full, do_desc.block_type.nbytes + lse_delta_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [m, head * inputs.stride_doh], do_full, do_bufs.index(stage))
-        tma.async_copy_global_to_shared(rows_desc, [delta_start + row], do_full, buffers.delta.index(stage))
+        tma.async_copy_global_to_shared(lse_delta_desc, [delta_start + row], do_full, buffers.delta.index(stage))
         m, head = next_step(m, head, item, GROUP, BLOCK)
 
 
@@ -156,7 +157,7 @@ def _store_halves(halves, scale, buffer, desc, item):
 
 @gluon.jit
 def _consume_dv(
-    dv_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, HAS_SOFTCAP: gl.constexpr,
+    dv_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
     """Runs the first consumer, which computes S, P and dV of each step, and writes P to p_ring for the second consumer.
@@ -167,16 +168,19 @@ def _consume_dv(
     BLOCK: gl.constexpr = k_buf.shape[0]
     HALF: gl.constexpr = k_buf.shape[1] // 2
     STAGES: gl.constexpr = q_bufs.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK)
+    OUT_LAYOUT: gl.constexpr = accumulator_layout(HALF)
+    OPERAND_LAYOUT: gl.constexpr = operand_layout(HALF)
+    QUERIES_LAYOUT: gl.constexpr = gl.SliceLayout(0, SCORES_LAYOUT)
     dtype: gl.constexpr = q_bufs.dtype
-    item = _locate_item(order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
-    m, head = first_step(item, GROUP, BLOCK, False)
-    visible = visible_queries(ranges, item.first, BLOCK, gl.SliceLayout(1, SCORES))
-    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
-    dv = (gl.zeros([BLOCK, HALF], gl.float32, layout=OUT), gl.zeros([BLOCK, HALF], gl.float32, layout=OUT))
+    item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
+    m, head = first_step(item, GROUP, BLOCK)
+    visible = visible_queries(ranges, item.first, BLOCK, gl.SliceLayout(1, SCORES_LAYOUT))
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES_LAYOUT)
+    dv = (
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+    )
     mbarrier.wait(barriers.k_full, 0)
     for step in range(item.n_steps):
         stage, phase = place_of(step, STAGES)
@@ -184,7 +188,7 @@ def _consume_dv(
         mbarrier.wait(barriers.q_full.index(stage), phase)
         q = q_bufs.index(stage)  # [M, D]
         scores = warpgroup_mma(k_buf, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
-        lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES), 0)
+        lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES_LAYOUT), 0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
         if HAS_SOFTCAP:
@@ -201,7 +205,7 @@ def _consume_dv(
             p_ring.buffers.index(stage).store(p_low)
         mbarrier.arrive(p_ring.full.index(stage), count=1)
         mbarrier.wait(barriers.do_full.index(stage), phase)
-        dv = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(p_low, OPERAND), do, dv))
+        dv = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(p_low, OPERAND_LAYOUT), do, dv))
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
@@ -215,7 +219,7 @@ def _consume_dv(
 
 @gluon.jit
 def _consume_dk(
-    dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP: gl.constexpr,
+    dk_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, GROUP: gl.constexpr,
     TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
     """Runs the second consumer, which computes dP, dS and dK of each step from the P in p_ring."""
@@ -223,29 +227,32 @@ def _consume_dk(
     BLOCK: gl.constexpr = v_buf.shape[0]
     HALF: gl.constexpr = v_buf.shape[1] // 2
     STAGES: gl.constexpr = q_bufs.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    SCORES_LAYOUT: gl.constexpr = accumulator_layout(BLOCK)
+    OUT_LAYOUT: gl.constexpr = accumulator_layout(HALF)
+    OPERAND_LAYOUT: gl.constexpr = operand_layout(HALF)
     dtype: gl.constexpr = q_bufs.dtype
-    item = _locate_item(order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
-    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
-    dk = (gl.zeros([BLOCK, HALF], gl.float32, layout=OUT), gl.zeros([BLOCK, HALF], gl.float32, layout=OUT))
+    item = _locate_item(tile_order, ranges, GROUP, BLOCK, TILES_PER_WORK_TILE)
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES_LAYOUT)
+    dk = (
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+        gl.zeros([BLOCK, HALF], gl.float32, layout=OUT_LAYOUT),
+    )
     mbarrier.wait(barriers.v_full, 0)
     for step in range(item.n_steps):
         stage, phase = place_of(step, STAGES)
         mbarrier.wait(barriers.do_full.index(stage), phase)
         do = do_bufs.index(stage)
         dp = warpgroup_mma(v_buf, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
-        delta = gl.expand_dims(buffers.delta.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+        delta = gl.expand_dims(buffers.delta.index(stage).load(gl.SliceLayout(0, SCORES_LAYOUT)), 0)
         p_ring.wait_full(stage, phase)
-        p = p_ring.buffers.index(stage).load(SCORES).to(gl.float32)
+        p = p_ring.buffers.index(stage).load(SCORES_LAYOUT).to(gl.float32)
         mbarrier.arrive(p_ring.empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         ds = (p * (dp - delta)).to(dtype)
         mbarrier.wait(barriers.q_full.index(stage), phase)
         q = q_bufs.index(stage)
-        dk = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(ds, OPERAND), q, dk))
+        dk = warpgroup_mma_wait(0, deps=_begin_halves(gl.convert_layout(ds, OPERAND_LAYOUT), q, dk))
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     if marks_ptr is not None:
         mark_rows(dk, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
@@ -255,11 +262,11 @@ def _consume_dk(
 
 @gluon.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, do_desc, lse_delta_desc, dk_desc, dv_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program computes dK and dV of 64 keys of one KV head, over all query heads that share the KV head.
 
@@ -274,8 +281,8 @@ def _dkdv_kernel(
     v_buf = gl.allocate_shared_memory(dtype, [BLOCK, D], v_desc.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
     p_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, BLOCK], p_layout)
-    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], rows_desc.layout)
-    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], rows_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_delta_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_delta_desc.layout)
     buffers = Buffers((q_bufs,), (do_bufs,), lse_bufs, delta_bufs, (k_buf,), (v_buf,))
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -293,28 +300,28 @@ def _dkdv_kernel(
         mbarrier.init(do_empty.index(stage), count=2)
         mbarrier.init(p_ring.full.index(stage), count=1)
         mbarrier.init(p_ring.empty.index(stage), count=1)
-    order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
+    tile_order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = Ranges(query_start_ptr, query_end_ptr, total_k)
     scale = Scale(softmax_scale, softcap)
-    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
+    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), lse_delta_desc)
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     gl.warp_specialize([
-        (_consume_dv, (dv_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, HAS_SOFTCAP, GROUP,
+        (_consume_dv, (dv_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, HAS_SOFTCAP, GROUP,
                        TILES_PER_WORK_TILE)),
-        (_consume_dk, (dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP,
+        (_consume_dk, (dk_desc, marks_ptr, scale, buffers, barriers, p_ring, tile_order, ranges, GROUP,
                        TILES_PER_WORK_TILE)),
-        (_produce, (inputs, buffers, barriers, order, ranges, GROUP, TILES_PER_WORK_TILE)),
-    ], [4, 1], REGISTERS)  # fmt: skip
+        (_produce, (inputs, buffers, barriers, tile_order, ranges, GROUP, TILES_PER_WORK_TILE)),
+    ], [4, 1], WORKER_REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
     head_dim must be 256, and descriptors.loadable must be True for q, k, v and do.
-    rows: lse and delta, as in the field `rows` of dq_sum.Prepared.
+    lse_delta: as in dq_sum.Prepared.
     marks: the tensor to which the NaN marks of dk and dv are written (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
@@ -325,10 +332,11 @@ def gradients_of_keys(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     launch(
         _dkdv_kernel, (n_tiles * n_kv_heads,),
-        q_desc, k_desc, v_desc, do_desc, elements(rows, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
+        q_desc, k_desc, v_desc, do_desc, elements(lse_delta, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
         schedule.query_start, schedule.query_end, marks, features.softmax_scale, features.softcap,
-        n_tiles, n_kv_heads, section, total_k, rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        n_tiles, n_kv_heads, section, total_k, lse_delta.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, STAGES=STAGES,
-        TILES_PER_WORK_TILE=TILES_PER_WORK_TILE, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
+        TILES_PER_WORK_TILE=TILES_PER_WORK_TILE, WORKER_REGISTERS=WORKER_REGISTERS, num_warps=4,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip
     return dk, dv

@@ -1,76 +1,88 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). The following list explains the options.
-
-`pingpong`: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.
-`ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
-`consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three
-consumers make some calls at head_dim 64 and 96 faster. On short documents, larger tiles waste more work.
-`pv_first`: the matmul P V of the previous block ends before softmax starts, which frees the registers of the previous
-P.
-`max_first`: softmax first updates `row_max` with the scores, and then computes P in the registers of the scores
-(softmax.py). By default, scores and P are in registers at the same time.
-`o_in_q`: the output o is copied to global memory through the buffer of Q, because at head_dim 256, shared memory has no
-room for a buffer of o.
-
-With three consumers, a thread has too few registers for the default softmax. Configurations with three consumers
-therefore use `pv_first` or `max_first`.
+The values were chosen by measurements on an H200 (docs/hopper.md).
 """
 
 from typing import Literal, NamedTuple
 
-from fa_kernels.flash_attention.schedule import LengthClass
+from fa_kernels.flash_attention.schedule import WORK_TILE, LengthClass
 
 ROWS = 64  # queries per consumer, because a warpgroup's matmul instruction has 64 rows
 
 
 class ForwardConfig(NamedTuple):
-    """One configuration of the forward kernel. A tile has 64 * consumers queries and block_n keys."""
+    """One configuration of the forward kernel. A tile has 64 * consumers queries and block_n keys.
+
+    consumers: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three
+        consumers make some calls at head_dim 64 and 96 faster. On short documents, larger tiles waste more work. A
+        thread of three consumers has too few registers for the default softmax, so they need `pv_first` or `max_first`.
+    stages: the number of blocks of K, and of V, that can be in shared memory at once.
+    ranged: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short
+        documents.
+    pingpong: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.
+    max_first: softmax first updates `row_max` with the scores, and then computes P in the registers of the scores
+        (softmax.py). By default, scores and P are in registers at the same time.
+    pv_first: the matmul P V of the previous block ends before softmax starts, which frees the registers of the
+        previous P.
+    o_in_q: the output o is copied to global memory through the buffer of Q, because at head_dim 256, shared memory has
+        no room for a buffer of o.
+    """
 
     block_n: int
     consumers: int
-    stages: int  # the number of blocks of K, and of V, that can be in shared memory at once
-    order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that holds the order of tiles
-    ranged: bool = False  # each consumer visits only the blocks of keys that its own queries see
-    pingpong: bool = False  # consumers alternate between the tensor cores and softmax
-    max_first: bool = False  # softmax compares scores with row_max before the exponentials (softmax.py)
-    pv_first: bool = False  # softmax starts after the matmul P V of the previous block has finished
-    o_in_q: bool = False  # the output o is copied to global memory through the buffer of Q
+    stages: int
+    ranged: bool = False
+    pingpong: bool = False
+    max_first: bool = False
+    pv_first: bool = False
+    o_in_q: bool = False
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """The numbers of registers per thread of a consumer, of the producer, and of every warp when the kernel starts.
+    def tiles(self) -> Literal["query_tiles", "wide_query_tiles"]:
+        """The field of Schedule that holds the order of tiles of 64 * consumers queries."""
+        return "query_tiles" if self.consumers * ROWS == WORK_TILE else "wide_query_tiles"
 
-        The registers of all threads fit in the 64K registers of a multiprocessor.
-        """
-        return (240, 24, 168) if self.consumers == 2 else (160, 32, 128)
+    @property
+    def start_registers(self) -> int:
+        """Registers per thread when the kernel starts. All threads together have at most the multiprocessor's 64K."""
+        return 168 if self.consumers == 2 else 128
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per thread of a consumer, after `setmaxnreg`."""
+        return 240 if self.consumers == 2 else 160
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per thread of the producer, after `setmaxnreg`."""
+        return 24 if self.consumers == 2 else 32
 
 
 # The default configurations, by head_dim.
 FORWARD_CONFIGS = {
-    64: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
-    96: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
-    128: ForwardConfig(128, 2, 2, "query_tiles", pingpong=True),
-    256: ForwardConfig(64, 2, 2, "query_tiles", pingpong=True, o_in_q=True),
+    64: ForwardConfig(block_n=128, consumers=2, stages=3, pingpong=True),
+    96: ForwardConfig(block_n=128, consumers=2, stages=3, pingpong=True),
+    128: ForwardConfig(block_n=128, consumers=2, stages=2, pingpong=True),
+    256: ForwardConfig(block_n=64, consumers=2, stages=2, pingpong=True, o_in_q=True),
 }
 _LONG = {
-    64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
-    96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
+    64: ForwardConfig(block_n=128, consumers=3, stages=3, pingpong=True, pv_first=True),
+    96: ForwardConfig(block_n=64, consumers=3, stages=6, pingpong=True, pv_first=True),
 }
 WIDE_O_STAGES = 4  # the upper limit of `stages` if o is fp32
 # Configurations that are faster than the default for some length classes (schedule.length_class_of).
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
-        64: ForwardConfig(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
-        96: ForwardConfig(64, 2, 4, "query_tiles", ranged=True),
-        128: ForwardConfig(64, 2, 4, "query_tiles", ranged=True),
-        256: ForwardConfig(64, 2, 2, "query_tiles", ranged=True, o_in_q=True),
+        64: ForwardConfig(block_n=64, consumers=3, stages=4, ranged=True, max_first=True),
+        96: ForwardConfig(block_n=64, consumers=2, stages=4, ranged=True),
+        128: ForwardConfig(block_n=64, consumers=2, stages=4, ranged=True),
+        256: ForwardConfig(block_n=64, consumers=2, stages=2, ranged=True, o_in_q=True),
     },
     "medium": {
-        256: ForwardConfig(64, 2, 2, "query_tiles", pingpong=True, max_first=True, o_in_q=True),
+        256: ForwardConfig(block_n=64, consumers=2, stages=2, pingpong=True, max_first=True, o_in_q=True),
     },
     "long": _LONG,
-    "very_long": _LONG | {128: ForwardConfig(128, 2, 2, "query_tiles")},
+    "very_long": _LONG | {128: ForwardConfig(block_n=128, consumers=2, stages=2)},
 }
 
 

@@ -8,22 +8,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from fa_kernels.device import LOG2_E
-from fa_kernels.flash_attention.hopper.forward import columns, softmax
-from fa_kernels.flash_attention.hopper.forward.columns import Output
-from fa_kernels.flash_attention.hopper.forward.items import Item, Rings, Visits
+from fa_kernels.flash_attention.hopper.forward import output, softmax
+from fa_kernels.flash_attention.hopper.forward.items import Rings, posted_item, posted_visits
+from fa_kernels.flash_attention.hopper.forward.output import Output
 from fa_kernels.flash_attention.hopper.forward.softmax import HIDDEN, LN_2
 from fa_kernels.flash_attention.hopper.primitives.barriers import pass_pingpong, wait_pingpong
-from fa_kernels.flash_attention.hopper.primitives.columns import (
-    at,
-    begin_scores_at,
-)
-from fa_kernels.flash_attention.hopper.primitives.queue import (
-    Queue,
-    field,
-    read,
-)
-from fa_kernels.flash_attention.hopper.primitives.registers import accumulator
-from fa_kernels.flash_attention.hopper.primitives.ring import place_of
+from fa_kernels.flash_attention.hopper.primitives.columns import at, begin_scores_at
+from fa_kernels.flash_attention.hopper.primitives.queue import Queue, field, read
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout
+from fa_kernels.flash_attention.hopper.primitives.ring import place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
 from fa_kernels.flash_attention.structure import structure
 
@@ -65,29 +58,56 @@ class Running:
 
 
 @gluon.jit
-def _pass_over(block, rings):
-    """Waits for a block of K and V that this consumer does not visit, and releases the block.
+def _begin_scores(q, k, stage):
+    """Starts the matmul Q K^T. `stage` is the place of K in its ring buffer."""
+    ROWS_EACH: gl.constexpr = q[0].shape[0]
+    BLOCK_N: gl.constexpr = k.buffers[0].shape[1]
+    zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=accumulator_layout(BLOCK_N))
+    return begin_scores_at(q, k.buffers[0].index(stage), k.buffers, stage, zeros)
 
-    If this consumer did not wait, it could release the place of a block in the ring before the block is loaded.
+
+@gluon.jit
+def _visit_first(
+    block_number, key, begin, stop, running, queries, work, item_number, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Processes the first block of keys that this consumer visits.
+
+    This function adds nothing to o, because there is no P V of an earlier block. The consumer visits the blocks from
+    `begin` to `stop - 1`. If there is a second block, this function also waits until its K has arrived.
     """
-    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
-    stage, phase = place_of(block, STAGES)
-    rings.k.wait_full(stage, phase)
-    rings.k.release(stage)
-    rings.v.wait_full(stage, phase)
-    rings.v.release(stage)
-    return block + 1
+    k, q = work.rings.k, queries.q
+    CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
+    STAGES: gl.constexpr = k.buffers[0].shape[0]
+    dtype: gl.constexpr = q[0].dtype
+    mbarrier.wait(work.rings.q.full.index(CONSUMER), item_number & 1)
+    stage = block_number % STAGES
+    wait_full(k.full, block_number)
+    if CONFIG.pingpong:
+        wait_pingpong(CONSUMER)
+    scores_token = _begin_scores(q, k, stage)
+    if CONFIG.pingpong:
+        pass_pingpong(CONSUMER, CONSUMERS)
+    scores = warpgroup_mma_wait(0, deps=[scores_token])
+    k.release(stage)
+    scores = softmax.cap_and_mask(scores, work.scale, queries, key, True, dtype, HAS_SOFTCAP)
+    exponentials = softmax.exponentials(
+        scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, True
+    )
+    block_number += 1
+    wait_full(k.full, block_number, pred=begin + 1 < stop)
+    return block_number, Running(exponentials.row_max, exponentials.row_sum, running.o, exponentials.p)
 
 
 @gluon.jit
 def _visit(
-    block, key, at_edge, more, running, queries, work, CONSUMER: gl.constexpr, MASK: gl.constexpr,
-    CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    block_number, key, masked, more, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Adds P V of the previous block to o, and computes P of the block of keys that begins with `key`.
 
-    The caller has already waited for K of the block. If `more` is true, this function also waits until K of the next
-    block has arrived.
+    The caller has already waited for K of the block. `masked` says whether some of the queries do not see the whole
+    block. If `more` is true, this function also waits until K of the next block has arrived.
 
     The order of operations in this function is chosen for ptxas. The function computes the exponentials, waits for the
     next K, and then waits for P V. The wait for K ends a basic block. Within a single basic block, ptxas would move the
@@ -99,180 +119,155 @@ def _visit(
     STAGES: gl.constexpr = k.buffers[0].shape[0]
     dtype: gl.constexpr = q[0].dtype
     o = running.o
-    stage, last = block % STAGES, (block - 1) % STAGES
-    operands = columns.operands(running.p, o, q)
+    stage, previous = block_number % STAGES, (block_number - 1) % STAGES
+    operands = output.operands(running.p, o, q)
     if CONFIG.pingpong:
         wait_pingpong(CONSUMER)
     scores_token = _begin_scores(q, k, stage)
-    mbarrier.wait(v.full.index(last), ((block - 1) // STAGES) & 1)
-    o_tokens = columns.begin_values(operands, v.buffers, last, o)
+    wait_full(v.full, block_number - 1)
+    o_tokens = output.begin_values(operands, v.buffers, previous, o)
     if CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)
     if CONFIG.pv_first:
-        values = columns.wait_for((scores_token,) + o_tokens)  # noqa: RUF005  Gluon knows no stars
+        values = output.wait_for((scores_token,) + o_tokens)  # noqa: RUF005  Gluon knows no stars
         scores, o = values[0], values[1:]
-        v.release(last)
+        v.release(previous)
     else:
         scores = warpgroup_mma_wait(len(o), deps=[scores_token])
     k.release(stage)
-    scores = softmax.visible(scores, work.scale, queries, key, at_edge, dtype, MASK, HAS_SOFTCAP)
+    scores = softmax.cap_and_mask(scores, work.scale, queries, key, masked, dtype, HAS_SOFTCAP)
     exponentials = softmax.exponentials(
         scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, CONFIG.max_first
     )
-    block += 1
-    mbarrier.wait(k.full.index(block % STAGES), (block // STAGES) & 1, pred=more)
+    block_number += 1
+    wait_full(k.full, block_number, pred=more)
     if not CONFIG.pv_first:
-        o = columns.wait_for(o_tokens)
-        v.release(last)
-    o = columns.rescale(o, exponentials.factor)
-    return block, Running(exponentials.row_max, exponentials.row_sum, o, exponentials.p)
-
-
-@gluon.jit
-def _begin_scores(q, k, stage):
-    """Starts the matmul Q K^T. `stage` is the place of K in its ring buffer."""
-    ROWS_EACH: gl.constexpr = q[0].shape[0]
-    BLOCK_N: gl.constexpr = k.buffers[0].shape[1]
-    zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
-    return begin_scores_at(q, k.buffers[0].index(stage), k.buffers, stage, zeros)
-
-
-@gluon.jit
-def _visit_first(
-    block, key, begin, stop, running, queries, work, item_index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Processes the first block of keys that this consumer visits.
-
-    This function adds nothing to o, because there is no P V of an earlier block. The consumer visits the blocks from
-    `begin` to `stop - 1`.
-    """
-    k, q = work.rings.k, queries.q
-    CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
-    STAGES: gl.constexpr = k.buffers[0].shape[0]
-    dtype: gl.constexpr = q[0].dtype
-    mbarrier.wait(work.rings.q.full.index(CONSUMER), item_index & 1)
-    stage = block % STAGES
-    mbarrier.wait(k.full.index(stage), (block // STAGES) & 1)
-    if CONFIG.pingpong:
-        wait_pingpong(CONSUMER)
-    scores_token = _begin_scores(q, k, stage)
-    if CONFIG.pingpong:
-        pass_pingpong(CONSUMER, CONSUMERS)
-    scores = warpgroup_mma_wait(0, deps=[scores_token])
-    k.release(stage)
-    scores = softmax.visible(scores, work.scale, queries, key, True, dtype, "always", HAS_SOFTCAP)
-    exponentials = softmax.exponentials(
-        scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, True
-    )
-    block += 1
-    mbarrier.wait(k.full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
-    return block, Running(exponentials.row_max, exponentials.row_sum, running.o, exponentials.p)
-
-
-@gluon.jit
-def _consume_item(
-    fields, item_index, block, q, to_log2, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Computes the attention of 64 queries of an item.
-
-    block: the number of blocks in all earlier items of this program. The function adds the number of blocks in this
-    item to `block`, and returns the sum. to_log2: the result of softmax.scale_to_log2.
-    """
-    rings, ranges = work.rings, work.ranges
-    ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
-    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
-    BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
-    first, head, end, n_blocks = field(fields, 0), field(fields, 1), field(fields, 2), field(fields, 3)
-    first += CONSUMER * ROWS_EACH
-    row = first + gl.arange(0, ROWS_EACH, layout=ROW)
-    inside = row < ranges.total
-    key_start = gl.load(ranges.start + row, mask=inside, other=0)
-    key_end = gl.load(ranges.end + row, mask=inside, other=0)
-    queries = Queries(q, key_start, key_end)
-    sink = 0.0
-    if HAS_SINKS:
-        sink = gl.load(work.sinks + head) * LOG2_E / to_log2
-    row_max, row_sum = softmax.begin(sink, ROWS_EACH, HAS_SINKS)
-    running = Running(row_max, row_sum, columns.no_output(q), None)
-    if CONFIG.ranged:
-        begin, stop = field(fields, 4 + 4 * CONSUMER), field(fields, 5 + 4 * CONSUMER)
-        visits = Visits(begin, stop, field(fields, 6 + 4 * CONSUMER), field(fields, 7 + 4 * CONSUMER))
-        key = end - (begin + 1) * BLOCK_N
-        for _ in range(begin):
-            block = _pass_over(block, rings)
-        block, running = _visit_first(
-            block, key, begin, stop, running, queries, work, item_index, CONSUMER, CONFIG, HAS_SOFTCAP
-        )
-        block, running = _visit_range(block, visits, end, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP)
-    else:
-        item = Item(first, head, end, n_blocks, field(fields, 4), field(fields, 5))
-        block, running = _visit_first(
-            block, item.first_key(0, BLOCK_N), 0, n_blocks, running, queries, work, item_index, CONSUMER, CONFIG,
-            HAS_SOFTCAP,
-        )  # fmt: skip
-        block, running = _visit_all(block, item, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP)
-
-    if not CONFIG.o_in_q:
-        mbarrier.arrive(rings.q.empty.index(CONSUMER), count=1)
-    stage = (block - 1) % STAGES
-    operands = columns.operands(running.p, running.o, q)
-    mbarrier.wait(rings.v.full.index(stage), ((block - 1) // STAGES) & 1)
-    o = columns.wait_for(columns.begin_values(operands, rings.v.buffers, stage, running.o))
-    rings.v.release(stage)
-    if CONFIG.ranged:
-        for _ in range(visits.stop, n_blocks):
-            block = _pass_over(block, rings)
-
-    row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
-    # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row whose
-    # scores are all NaN also keeps `row_max = HIDDEN`, but its row_sum is NaN.
-    sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
-    lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
-    gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)
-    columns.store(o, row_sum, sees, first, head, ranges.total, work.out, CONSUMER)
-    if CONFIG.o_in_q:
-        tma.store_wait(0)
-        mbarrier.arrive(rings.q.empty.index(CONSUMER), count=1)
-    return block
+        o = output.wait_for(o_tokens)
+        v.release(previous)
+    o = output.rescale(o, exponentials.factor)
+    return block_number, Running(exponentials.row_max, exponentials.row_sum, o, exponentials.p)
 
 
 @gluon.jit
 def _visit_range(
-    block, visits, end, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+    block_number, visits, end, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Processes the blocks of keys that this consumer's own rows see, except the first block (`_visit_first`)."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     for step in range(visits.begin + 1, visits.stop):
         key = end - (step + 1) * BLOCK_N
-        at_edge = (step < visits.right) | (step >= visits.left)
-        block, running = _visit(
-            block, key, at_edge, step + 1 < visits.stop, running, queries, work, CONSUMER, "at_edge", CONFIG,
-            HAS_SOFTCAP,
-        )  # fmt: skip
-    return block, running
+        masked = (step < visits.whole_begin) | (step >= visits.whole_stop)
+        block_number, running = _visit(
+            block_number, key, masked, step + 1 < visits.stop, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP
+        )
+    return block_number, running
 
 
 @gluon.jit
 def _visit_all(
-    block, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+    block_number, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
     """Processes all blocks of an item except the first block (`_visit_first`). Blocks that need a mask come first."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     n_masked = gl.maximum(item.n_right + item.n_left, 1)
     for step in range(1, n_masked):
         key = item.first_key(step, BLOCK_N)
-        block, running = _visit(
-            block, key, True, step + 1 < item.n_blocks, running, queries, work, CONSUMER, "always", CONFIG, HAS_SOFTCAP
+        block_number, running = _visit(
+            block_number, key, True, step + 1 < item.n_blocks, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP
         )
     for step in range(n_masked, item.n_blocks):
         key = item.first_key(step, BLOCK_N)
-        block, running = _visit(
-            block, key, False, step + 1 < item.n_blocks, running, queries, work, CONSUMER, "never", CONFIG, HAS_SOFTCAP
+        block_number, running = _visit(
+            block_number, key, False, step + 1 < item.n_blocks, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP
         )
-    return block, running
+    return block_number, running
+
+
+@gluon.jit
+def _pass_over(block_number, rings):
+    """Waits for a block of K and V that this consumer does not visit, and releases the block.
+
+    If this consumer did not wait, it could release the place of a block in the ring before the block is loaded.
+    """
+    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
+    stage, phase = place_of(block_number, STAGES)
+    rings.k.wait_full(stage, phase)
+    rings.k.release(stage)
+    rings.v.wait_full(stage, phase)
+    rings.v.release(stage)
+    return block_number + 1
+
+
+@gluon.jit
+def _consume_item(
+    fields, item_number, block_number, q, to_log2, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Computes the attention of 64 queries of an item.
+
+    item_number: the number of items that this program has already processed. block_number: the number of blocks in
+    these items. Returns `block_number` plus the number of blocks in this item. to_log2: the result of
+    softmax.scale_to_log2.
+    """
+    rings, ranges = work.rings, work.ranges
+    ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
+    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
+    BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    item = posted_item(fields, CONFIG.ranged)
+    first = item.first + CONSUMER * ROWS_EACH
+    row = first + gl.arange(0, ROWS_EACH, layout=ROW_LAYOUT)
+    inside = row < ranges.total
+    key_start = gl.load(ranges.start + row, mask=inside, other=0)
+    key_end = gl.load(ranges.end + row, mask=inside, other=0)
+    queries = Queries(q, key_start, key_end)
+    sink = 0.0
+    if HAS_SINKS:
+        sink = gl.load(work.sinks + item.head) * LOG2_E / to_log2
+    row_max, row_sum = softmax.begin(sink, ROWS_EACH, HAS_SINKS)
+    running = Running(row_max, row_sum, output.no_output(q), None)
+    if CONFIG.ranged:
+        visits = posted_visits(fields, CONSUMER)
+        key = item.end - (visits.begin + 1) * BLOCK_N
+        for _ in range(visits.begin):
+            block_number = _pass_over(block_number, rings)
+        block_number, running = _visit_first(
+            block_number, key, visits.begin, visits.stop, running, queries, work, item_number, CONSUMER, CONFIG,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+        block_number, running = _visit_range(
+            block_number, visits, item.end, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP
+        )
+    else:
+        block_number, running = _visit_first(
+            block_number, item.first_key(0, BLOCK_N), 0, item.n_blocks, running, queries, work, item_number, CONSUMER,
+            CONFIG, HAS_SOFTCAP,
+        )  # fmt: skip
+        block_number, running = _visit_all(block_number, item, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP)
+
+    if not CONFIG.o_in_q:
+        mbarrier.arrive(rings.q.empty.index(CONSUMER), count=1)
+    stage = (block_number - 1) % STAGES
+    operands = output.operands(running.p, running.o, q)
+    wait_full(rings.v.full, block_number - 1)
+    o = output.wait_for(output.begin_values(operands, rings.v.buffers, stage, running.o))
+    rings.v.release(stage)
+    if CONFIG.ranged:
+        for _ in range(visits.stop, item.n_blocks):
+            block_number = _pass_over(block_number, rings)
+
+    row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW_LAYOUT)
+    # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row whose
+    # scores are all NaN also keeps `row_max = HIDDEN`, but its row_sum is NaN.
+    sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
+    lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
+    gl.store(work.lse + item.head.to(gl.int64) * ranges.total + row, lse, mask=inside)
+    output.store(o, row_sum, sees, first, item.head, ranges.total, work.out, CONSUMER)
+    if CONFIG.o_in_q:
+        tma.store_wait(0)
+        mbarrier.arrive(rings.q.empty.index(CONSUMER), count=1)
+    return block_number
 
 
 @gluon.jit
@@ -283,15 +278,17 @@ def consume(
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # blocks are numbered over all items, and a block's number determines its place in the rings
-    item_index = 0
+    block_number = 0  # blocks are numbered over all items of the program, as in ring.py
+    item_number = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)  # consumer 0 waits for this call before its first matmul
-    fields = read(work.queue, item_index)
+    fields = read(work.queue, item_number)
     while field(fields, 0) >= 0:
-        block = _consume_item(fields, item_index, block, q, to_log2, work, CONSUMER, CONFIG, HAS_SINKS, HAS_SOFTCAP)
-        item_index += 1
-        fields = read(work.queue, item_index)
+        block_number = _consume_item(
+            fields, item_number, block_number, q, to_log2, work, CONSUMER, CONFIG, HAS_SINKS, HAS_SOFTCAP
+        )
+        item_number += 1
+        fields = read(work.queue, item_number)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
         # The last consumer also calls `pass_pingpong` before its first item. Consumer 0 therefore receives one extra

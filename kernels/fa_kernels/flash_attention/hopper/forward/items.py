@@ -4,17 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fa_kernels.flash_attention.hopper.primitives.columns import (
-    nbytes_of,
-    start_load,
-)
-from fa_kernels.flash_attention.hopper.primitives.queue import (
-    DRAWN_BEFORE,
-    item_of,
-    post,
-    take,
-)
-from fa_kernels.flash_attention.hopper.primitives.ring import Ring
+from fa_kernels.flash_attention.hopper.primitives.columns import nbytes_of, start_load
+from fa_kernels.flash_attention.hopper.primitives.queue import DRAWN_BEFORE, field, item_of, post, take
+from fa_kernels.flash_attention.hopper.primitives.ring import Ring, place_of
 from fa_kernels.flash_attention.structure import structure
 
 
@@ -26,13 +18,21 @@ class Item:
     mask, because some rows see only some keys of these blocks. All other blocks of the item need no mask, because every
     row sees all keys of these blocks. An item has at least one block, so that rows that see no key need no separate
     code.
+
+    Example: queries 512 to 639 with a causal window of 320 keys, and BLOCK_N = 64. Query 512 sees keys 193 to 512, and
+    query 639 sees keys 320 to 639. Then end = 640, n_blocks = 7, n_right = 2 and n_left = 2:
+
+        first key of the block   192   256   320   384   448   512   576
+        block                      6     5     4     3     2     1     0
+        masked                   yes   yes    no    no    no   yes   yes
+        visited at step            3     2     6     5     4     1     0
     """
 
     first: gl.tensor
     head: gl.tensor
     end: gl.tensor
     n_blocks: gl.tensor
-    n_right: gl.tensor
+    n_right: gl.tensor  # None if each consumer has its own `Visits`
     n_left: gl.tensor
 
     @gluon.jit
@@ -46,17 +46,16 @@ class Item:
 
 @structure
 class Visits:
-    """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
+    """The blocks of an item that a consumer visits, from `begin` to `stop - 1`, counted as in `Item`.
 
-    Blocks are counted backwards: block 0 holds the last keys of the item. Blocks `right` to `left - 1` need no mask,
-    because every row of the consumer sees all keys of these blocks. If every block of the consumer needs a mask, `left`
-    is at most `right`.
+    Blocks `whole_begin` to `whole_stop - 1` need no mask, because every row of the consumer sees all keys of these
+    blocks. If every block of the consumer needs a mask, `whole_stop` is at most `whole_begin`.
     """
 
     begin: gl.tensor
     stop: gl.tensor
-    right: gl.tensor
-    left: gl.tensor
+    whole_begin: gl.tensor
+    whole_stop: gl.tensor
 
 
 @structure
@@ -88,9 +87,9 @@ class Inputs:
 
 
 @gluon.jit
-def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _locate_item(index, tile_order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Returns the work item with the given index. `ranges` holds the range of keys that each query sees."""
-    tile, head = order.locate(index)
+    tile, head = tile_order.locate(index)
     first = tile * BLOCK_M
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
     start, last_start = gl.load(ranges.start + first), gl.load(ranges.start + last)
@@ -117,34 +116,58 @@ def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RANGED: gl.constexpr):
+def _post_item(queue, item_number, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RANGED: gl.constexpr):
     """Posts a work item for the consumers. With `RANGED`, the fields of an item include `Visits` of each consumer."""
     if RANGED:
         fields = (item.first, item.head, item.end, item.n_blocks)
         for consumer in gl.static_range(CONSUMERS):
             fields = fields + _visits_of_rows(item.first + consumer * 64, item, ranges, BLOCK_N)
-        post(queue, item_index, fields)
+        post(queue, item_number, fields)
     else:
-        post(queue, item_index, (item.first, item.head, item.end, item.n_blocks, item.n_right, item.n_left))
+        post(queue, item_number, (item.first, item.head, item.end, item.n_blocks, item.n_right, item.n_left))
 
 
 @gluon.jit
-def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
+def posted_item(fields, RANGED: gl.constexpr):
+    """Returns the item that `_post_item` has posted. `fields` is the result of queue.read."""
+    n_right, n_left = None, None
+    if not RANGED:
+        n_right, n_left = field(fields, 4), field(fields, 5)
+    return Item(field(fields, 0), field(fields, 1), field(fields, 2), field(fields, 3), n_right, n_left)
+
+
+@gluon.jit
+def posted_visits(fields, CONSUMER: gl.constexpr):
+    """Returns the visits of a consumer that `_post_item` has posted."""
+    FIRST: gl.constexpr = 4 + 4 * CONSUMER
+    return Visits(field(fields, FIRST), field(fields, FIRST + 1), field(fields, FIRST + 2), field(fields, FIRST + 3))
+
+
+@gluon.jit
+def _load(ring, place, descs, row, column):
+    """Starts to fill a place of a ring buffer by TMA."""
+    full = ring.full.index(place)
+    mbarrier.expect(full, nbytes_of(descs))
+    start_load(descs, row, column, full, ring.buffers, place)
+
+
+@gluon.jit
+def produce(inputs, rings, queue, counter_ptr, n_items, tile_order, ranges, CONFIG: gl.constexpr):
     """Runs the producer warp. For each work item, the producer warp loads Q, and then the blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # the number of blocks loaded so far, which determines the next block's place in the rings
-    item_index = 0
+    block_number = 0  # blocks are numbered over all items of the program, as in ring.py
+    item_number = 0
     index = gl.program_id(0)
     while index < n_items:
-        item = _locate_item(index, order, ranges, ROWS_EACH * CONSUMERS, BLOCK_N)
-        _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
+        item = _locate_item(index, tile_order, ranges, ROWS_EACH * CONSUMERS, BLOCK_N)
+        _post_item(queue, item_number, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         draw_at = gl.maximum(item.n_blocks - DRAWN_BEFORE, 0)
         ticket = 0
         for consumer in gl.static_range(CONSUMERS):  # each consumer has its own mbarrier for Q, to start early
-            mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
+            mbarrier.wait(rings.q.empty.index(consumer), item_number & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)
         for step in range(item.n_blocks):
@@ -154,21 +177,13 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
                 key = item.end - (step + 1) * BLOCK_N
             else:
                 key = item.first_key(step, BLOCK_N)
-            stage = block % STAGES
-            empty = (block // STAGES) & 1 ^ 1
+            stage, phase = place_of(block_number, STAGES)
+            empty = phase ^ 1  # as in Ring.wait_empty
             mbarrier.wait(rings.k.empty.index(stage), empty)
             _load(rings.k, stage, inputs.k, key, item.head // inputs.group * inputs.stride_kh)
             mbarrier.wait(rings.v.empty.index(stage), empty)
             _load(rings.v, stage, inputs.v, key, item.head // inputs.group * inputs.stride_vh)
-            block += 1
-        item_index += 1
+            block_number += 1
+        item_number += 1
         index = item_of(ticket, counter_ptr, n_items)
-    post(queue, item_index, (-1,))
-
-
-@gluon.jit
-def _load(ring, place, descs, row, column):
-    """Starts to fill a place of a ring buffer by TMA."""
-    full = ring.full.index(place)
-    mbarrier.expect(full, nbytes_of(descs))
-    start_load(descs, row, column, full, ring.buffers, place)
+    post(queue, item_number, (-1,))

@@ -24,28 +24,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fa_kernels.device import interpreted, is_hopper
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.forward.columns import Output
 from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, ROWS, ForwardConfig, forward_config
 from fa_kernels.flash_attention.hopper.forward.consumer import Work, consume
 from fa_kernels.flash_attention.hopper.forward.items import Inputs, Rings, produce
+from fa_kernels.flash_attention.hopper.forward.output import Output
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP
-from fa_kernels.flash_attention.hopper.primitives.columns import (
-    columns_of,
-    new_buffers,
-)
-from fa_kernels.flash_attention.hopper.primitives.queue import (
-    new_queue,
-    programs_of,
-)
+from fa_kernels.flash_attention.hopper.primitives.columns import column_blocks, new_buffers
+from fa_kernels.flash_attention.hopper.primitives.queue import new_queue, programs_of
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
+from fa_kernels.flash_attention.hopper.supported import supports_inputs
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_forward
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
 from fa_kernels.flash_attention.tile_order import heads_per_section
-from fa_kernels.launch.descriptors import columns_of_heads, loadable
+from fa_kernels.launch.descriptors import columns_of_heads
 from fa_kernels.launch.record import launch
 
 # Kernel arguments that differ between batches. Triton must not compile a new kernel for each value of these arguments.
@@ -67,10 +61,10 @@ def _fwd_kernel(
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
-    CONSUMER_REGISTERS: gl.constexpr = CONFIG.registers[0]
-    PRODUCER_REGISTERS: gl.constexpr = CONFIG.registers[1]
-    q_descs, k_descs = columns_of(q_desc, q_2_desc), columns_of(k_desc, k_2_desc)
-    v_descs, o_descs = columns_of(v_desc, v_2_desc), columns_of(o_desc, o_2_desc)
+    CONSUMER_REGISTERS: gl.constexpr = CONFIG.consumer_registers
+    PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
+    q_descs, k_descs = column_blocks(q_desc, q_2_desc), column_blocks(k_desc, k_2_desc)
+    v_descs, o_descs = column_blocks(v_desc, v_2_desc), column_blocks(o_desc, o_2_desc)
     q_bufs, k_bufs, v_bufs = new_buffers(q_descs, CONSUMERS), new_buffers(k_descs, STAGES), new_buffers(v_descs, STAGES)
     o_bufs = q_bufs if CONFIG.o_in_q else new_buffers(o_descs, CONSUMERS)
     rings = Rings(
@@ -87,7 +81,7 @@ def _fwd_kernel(
         mbarrier.init(rings.k.empty.index(i), count=CONSUMERS * WARPGROUP)
         mbarrier.init(rings.v.full.index(i), count=1)
         mbarrier.init(rings.v.empty.index(i), count=CONSUMERS * WARPGROUP)
-    order = TileOrder(tiles_ptr, n_tiles, n_heads, section)
+    tile_order = TileOrder(tiles_ptr, n_tiles, n_heads, section)
     ranges = Ranges(key_start_ptr, key_end_ptr, total_q)
     inputs = Inputs(q_descs, k_descs, v_descs, stride_qh, stride_kh, stride_vh, group)
     out = Output(o_descs, o_bufs, marks_ptr)
@@ -96,44 +90,25 @@ def _fwd_kernel(
         gl.warp_specialize([
             (consume, (0, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (consume, (1, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
-            (produce, (inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG)),
+            (produce, (inputs, rings, queue, counter_ptr, n_items, tile_order, ranges, CONFIG)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (consume, (1, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (consume, (2, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
-            (produce, (inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG)),
+            (produce, (inputs, rings, queue, counter_ptr, n_items, tile_order, ranges, CONFIG)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
     """Returns whether the Hopper forward kernel supports the call. The portable kernels compute all other calls."""
     return (
-        q.is_cuda
-        and not interpreted()
-        and is_hopper(q.device)
-        and q.dtype in (torch.bfloat16, torch.float16)
+        supports_inputs(q, k, v, features)
         and out_dtype in (q.dtype, torch.float32)
-        and q.shape[2] == v.shape[2]
         and q.shape[2] in FORWARD_CONFIGS
         and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # Q's buffer is too small for o in fp32
-        and not features.alibi
-        and loadable(q)
-        and loadable(k)
-        and loadable(v)
     )
-
-
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns o in out_dtype, and lse in fp32.
-
-    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q, lse (n_heads, total_q).
-    """
-    config = forward_config(q.shape[2], schedule.length_class, out_dtype == torch.float32)
-    return run_forward(q, k, v, schedule, features, out_dtype, config)
 
 
 def uses_sections(schedule: Schedule) -> bool:
@@ -158,8 +133,8 @@ def run_forward(
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    tiles: Tensor = getattr(schedule, config.order)
-    assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
+    tiles: Tensor = getattr(schedule, config.tiles)
+    assert config.consumers * ROWS in (WORK_TILE, WIDE_TILE), config
     n_tiles = tiles.numel()
     section = heads_per_section(k, v, n_heads) if uses_sections(schedule) else n_heads
     n_items = n_tiles * n_heads
@@ -173,8 +148,19 @@ def run_forward(
         marks, n_items, n_tiles, n_heads, n_heads // k.shape[1], section, total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
         CONFIG=config, HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0,
-        num_warps=4, maxnreg=config.registers[2],
+        num_warps=4, maxnreg=config.start_registers,
     )  # fmt: skip
     if marks is not None:
         repair_forward(q, k, v, o, lse, marks, schedule, features)
     return o, lse
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns o in out_dtype, and lse in fp32.
+
+    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q, lse (n_heads, total_q).
+    """
+    config = forward_config(q.shape[2], schedule.length_class, out_dtype == torch.float32)
+    return run_forward(q, k, v, schedule, features, out_dtype, config)

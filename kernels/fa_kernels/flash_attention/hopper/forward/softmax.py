@@ -78,21 +78,16 @@ def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
 
 
 @gluon.jit
-def visible(
-    scores, scale, queries, key, at_edge, dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr
-):  # fmt: skip
+def cap_and_mask(scores, scale, queries, key, masked, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The first column of `scores` belongs to key `key`. `MASK` is `always`, `never` or `at_edge`. With MASK="at_edge",
-    the mask is applied only if the argument at_edge is true.
+    The first column of `scores` belongs to key `key`. If `masked` is false, every query sees all N keys. `masked` may
+    be a constant or a value that is known only when the kernel runs.
     """
     if HAS_SOFTCAP:
         scores = cap(scores, scale.softmax, scale.softcap, dtype)[0]
-    if MASK == "always":
+    if masked:
         scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
-    elif MASK == "at_edge":
-        if at_edge:
-            scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
     return scores
 
 
@@ -112,10 +107,10 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
 @gluon.jit
 def operand(pairs, dtype: gl.constexpr, o):
     """Returns p as the first operand of the matmul P V, in registers. `o` is the accumulator of P V."""
-    OUT: gl.constexpr = o.type.layout
+    OUT_LAYOUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
-    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2), assert_trivial=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2), assert_trivial=True)
 
 
 @gluon.jit
@@ -131,9 +126,9 @@ def rescale(o, factor):
 
 
 @gluon.jit
-def of_rows(row_max, row_sum, ROW: gl.constexpr):
-    """Returns the maximum and the sum of each row, [M], in the layout ROW."""
-    return gl.convert_layout(gl.max(row_max, 1), ROW), gl.convert_layout(gl.sum(row_sum, 1), ROW)
+def of_rows(row_max, row_sum, ROW_LAYOUT: gl.constexpr):
+    """Returns the maximum and the sum of each row, [M], in the layout ROW_LAYOUT."""
+    return gl.convert_layout(gl.max(row_max, 1), ROW_LAYOUT), gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
 
 
 @gluon.jit

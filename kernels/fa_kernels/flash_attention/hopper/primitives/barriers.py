@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 # Numbers of the hardware's named barriers. Triton uses barrier 0, barrier 1, and one barrier for each worker partition.
 # All barriers of Triton have numbers below 8, so the numbers 8 to 15 are free.
 PINGPONG_BARRIER = gl.constexpr(8)  # consumer i of the forward kernel waits at barrier 8 + i, where i is 0, 1 or 2
-HALVES_BARRIER = gl.constexpr(10)  # in the backward kernels, the two consumers of an item meet at this barrier
+CONSUMERS_BARRIER = gl.constexpr(10)  # in the backward kernels, the two consumers of an item meet at this barrier
 MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses barriers 11 to 15
 WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
 # meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for meet().

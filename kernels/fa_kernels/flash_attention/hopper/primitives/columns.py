@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 
 @gluon.jit
-def columns_of(first, rest):
+def column_blocks(first, rest):
     """Returns the tuple (first, rest), or the tuple (first,) if `rest` is None."""
     columns = (first,)
     if rest is not None:

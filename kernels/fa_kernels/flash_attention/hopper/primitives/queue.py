@@ -111,29 +111,29 @@ def item_of(ticket, counter_ptr, n_items):
 
 
 @gluon.jit
-def post(queue, item_index, fields):
-    """Posts the fields of an item, which are int32 scalars.
+def post(queue, item_number, fields):
+    """Posts the fields of an item, which are int32 scalars. The single field -1 says that no item is left.
 
-    One warp calls this function. item_index: the number of items that the program has already posted.
+    One warp calls this function. item_number: the number of items that the program has already posted.
     """
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)
     for i in gl.static_range(1, len(fields)):
         values = gl.where(index == i, fields[i], values)
-    slot = item_index % 2
-    mbarrier.wait(queue.empty.index(slot), (item_index // 2) & 1 ^ 1)
+    slot = item_number % 2
+    mbarrier.wait(queue.empty.index(slot), (item_number // 2) & 1 ^ 1)
     queue.slots.index(slot).store(values)
     mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def read(queue, item_index):
+def read(queue, item_number):
     """Waits until an item is posted, and returns the item's fields. The function `field` reads one field of the item.
 
     A whole warpgroup calls this function.
     """
-    slot = item_index % 2
-    mbarrier.wait(queue.full.index(slot), (item_index // 2) & 1)
+    slot = item_number % 2
+    mbarrier.wait(queue.full.index(slot), (item_number // 2) & 1)
     values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # every thread gets all fields
     mbarrier.arrive(queue.empty.index(slot), count=1)
     return values

@@ -1,10 +1,16 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
-adjacent columns of two rows, i and i + 8. A thread holds elements of only two rows of the accumulator. From one group
-to the next, the two columns move eight columns to the right. `PER_ROW` is the layout of an accumulator [64, 8] that
-stores one value for each row. Each of the eight columns of a row holds the row's value, or the eight columns of a row
-add up to the row's value. Each thread holds four elements of an accumulator with the layout `PER_ROW`.
+The accumulator of a warpgroup's matmul has 64 rows. Warp w holds rows 16 w to 16 w + 15. The figure shows which thread
+of the warp holds each pair of adjacent columns. The other columns repeat the first eight columns:
+
+    columns       0-1   2-3   4-5   6-7   8-9  10-11
+    row 0, 8       t0    t1    t2    t3    t0    t1
+    row 1, 9       t4    t5    t6    t7    t4    t5
+    row 7, 15     t28   t29   t30   t31   t28   t29
+
+A thread therefore holds N / 2 elements of an accumulator [64, N], in only two rows, i and i + 8. `PER_ROW` is the
+layout of a tensor [64, 8] that stores one value for each row. Each of the eight columns of a row holds the row's value,
+or the eight columns of a row add up to the row's value.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
@@ -23,15 +29,22 @@ PER_ROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
 @gluon.constexpr_function
-def accumulator(n):
-    """Returns the layout of a warpgroup's accumulator [64, n]."""
+def accumulator_layout(n):
+    """Returns the layout of a warpgroup's accumulator [64, n].
+
+    The arguments are: version 3 of the tensor cores (Hopper), 4 warps along the rows, 16 x n elements per warp.
+    """
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
 
 
 @gluon.constexpr_function
-def operand(n):
-    """Returns the register layout of the first operand of a matmul whose accumulator is [64, n]."""
-    return gl.DotOperandLayout(operand_index=0, parent=accumulator(n), k_width=2)
+def operand_layout(n):
+    """Returns the register layout of the first operand of a matmul whose accumulator is [64, n].
+
+    A thread holds the same rows and columns as in `accumulator_layout`. An accumulator that is rounded to 16 bits, such
+    as P, can therefore be an operand without moving data between threads.
+    """
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(n), k_width=2)
 
 
 class _OneTuple:

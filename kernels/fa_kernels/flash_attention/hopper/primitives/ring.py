@@ -1,4 +1,22 @@
-"""Ring buffers in shared memory: some warps fill the places of a ring one by one, and other warps read the places."""
+"""Ring buffers in shared memory: some warps fill the places of a ring one by one, and other warps read the places.
+
+The kernels call the index of a place `stage`. A fill writes one place. Fills have numbers, which count from 0 over all
+work items of a program. Filling and reading warps count on their own, and exchange only signals of mbarriers. Fill i
+writes place i % PLACES. In a ring with 2 places:
+
+    fill            0   1   2   3   4   5
+    place           0   1   0   1   0   1
+    phase           0   0   1   1   0   0
+
+An mbarrier has a phase, 0 or 1. A new mbarrier is in phase 0. When all expected arrivals have come, the phase ends and
+the other phase begins. mbarrier.wait(b, phase) returns when the last phase that has ended is `phase`. A reader of fill
+4 therefore waits for phase 0 of `full`. The writer of fill 4 waits until fill 2 has been read, which ends phase 1 of
+`empty`. So the writer waits for `phase ^ 1`. The wait for fill 0 or 1 returns at once, because a new mbarrier behaves
+as if phase 1 had ended.
+
+The functions `wait_full` and `wait_empty` take the number of a fill. The methods of `Ring` take a place and its phase,
+for callers that need the place too.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +28,7 @@ from fa_kernels.flash_attention.structure import structure
 
 @structure
 class Ring:
-    """A ring buffer that consists of equal parts, called places. Each place has two mbarriers.
+    """A ring buffer. Each place has two mbarriers.
 
     `buffers` has the shape [places, ...]. If the columns are split into blocks, `buffers` is a tuple with one buffer
     [places, ...] per column block.
@@ -29,7 +47,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place can be filled. The first fill of a place does not wait.
 
-        phase: the phase that `place_of` returns for the block of data that will be written to the place.
+        phase: the phase that `place_of` returns for the fill that will write the place.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
@@ -47,10 +65,9 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until the fill with index `number` of a ring buffer is complete.
+    """Waits until fill `number` of a ring buffer is complete. If `pred` is false, the function does not wait.
 
-    A fill writes one place of the ring. Fills are numbered from 0, and the fill with index i writes place i % PLACES.
-    `full` holds one mbarrier for each place of the ring. If `pred` is false, the function does not wait.
+    `full` holds one mbarrier for each place of the ring.
     """
     PLACES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(number % PLACES), (number // PLACES) & 1, pred=pred)
@@ -58,18 +75,12 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until the fill with index `number` can begin.
-
-    The fill can begin when all readers have read the previous data in the same place.
-    """
+    """Waits until fill `number` can begin: all readers have read the previous data in the same place."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place in a ring for the block of data with index `number`, and the phase of the place's mbarriers.
-
-    Blocks of data are numbered from 0 in the order in which they are written to the ring.
-    """
+    """Returns the place that fill `number` writes, and the phase of the place's mbarriers."""
     return number % PLACES, (number // PLACES) & 1

@@ -20,9 +20,9 @@ class TileOrder:
     section: gl.tensor  # the number of heads in a section (tile_order.py)
 
     @gluon.jit
-    def locate(self, item_index, TILES_PER_WORK_TILE: gl.constexpr = 1):
+    def locate(self, index, TILES_PER_WORK_TILE: gl.constexpr = 1):
         """Returns the tile and the head of a work item."""
-        return tile_and_head(item_index, self.tiles, self.n_tiles, self.n_heads, self.section, TILES_PER_WORK_TILE)
+        return tile_and_head(index, self.tiles, self.n_tiles, self.n_heads, self.section, TILES_PER_WORK_TILE)
 
 
 @structure

@@ -15,9 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from fa_kernels.flash_attention.hopper.backward import fused_consumer, fused_dq, items, keys, order, queries, wide
-from fa_kernels.flash_attention.hopper.backward.order import _raise, _wait_for, note_added
-from fa_kernels.flash_attention.hopper.forward import columns, consumer
+from fa_kernels.flash_attention.hopper.backward import dq_order, fused_consumer, fused_dq, items, keys, queries, wide
+from fa_kernels.flash_attention.hopper.backward.dq_order import _raise, _wait_for, note_added
+from fa_kernels.flash_attention.hopper.forward import consumer, output
 from fa_kernels.flash_attention.hopper.forward import items as forward_items
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.hopper.primitives import ring
@@ -26,7 +26,7 @@ from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.queue import post, read, take
 from tests.kernels.flash_attention.hopper.support.hopper import backward_problem, gradients, problem
 
-MODULES = forward_items, consumer, columns, keys, queries, items, fused_consumer, fused_dq, wide, order, ring
+MODULES = forward_items, consumer, output, keys, queries, items, fused_consumer, fused_dq, wide, dq_order, ring
 RUNS = 3
 DOCUMENTS = {"short": [64] * 150, "ragged": [700, 1, 300, 3000, 2000]}
 
@@ -83,16 +83,16 @@ def _take(counter_ptr):
 
 
 @gluon.jit
-def _post(queue, item_index, fields):
+def _post(queue, item_number, fields):
     _sleep()
-    post(queue, item_index, fields)
+    post(queue, item_number, fields)
     _sleep()
 
 
 @gluon.jit
-def _read(queue, item_index):
+def _read(queue, item_number):
     _sleep()
-    values = read(queue, item_index)
+    values = read(queue, item_number)
     _sleep()
     return values
 

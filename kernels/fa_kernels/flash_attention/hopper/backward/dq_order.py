@@ -68,7 +68,7 @@ def new_order_barriers(DS_STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_for_order(
-    dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
+    dq_order, ds_empty, semaphore_ptr, tile_order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """Runs the warp that signals `due` for each step. `due` allows the program to add the step's part to dQ.
@@ -76,14 +76,18 @@ def wait_for_order(
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
 
+    Example: a causal document has 256 queries (blocks 0 to 3 of 64 queries) and 256 keys (tiles 0 and 1 of 128 keys).
+    The program of tile 0 visits blocks 3, 2, 1 and 0, and never waits. The program of tile 1 visits blocks 3 and 2, and
+    waits at each block until the block's semaphore is 0.
+
     The dQ warpgroup empties a place in the ring only after it has received the place's signal `due`. The dQ warpgroup
     therefore receives each signal before this warp signals the same mbarrier again.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
-    n_heads = order.n_heads * GROUP
-    item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    m, head = first_step(item, GROUP, BLOCK_M, True)
+    n_heads = tile_order.n_heads * GROUP
+    item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    m, head = first_step(item, GROUP, BLOCK_M, DESCENDING=True)
     exists = item.first > 0  # whether there is a tile of keys before the item's tile
     start_before = gl.load(ranges.start + item.first - BLOCK_N, mask=exists, other=0) // ALIGNMENT * ALIGNMENT
     end_before = gl.load(ranges.end + item.first - 1, mask=exists, other=0)
@@ -93,7 +97,7 @@ def wait_for_order(
         if (m >= start_before) & (m < end_before):
             _wait_for(semaphore_ptr + m // BLOCK_M * n_heads + head, item.first // BLOCK_N - 1)
         mbarrier.arrive(dq_order.due.index(stage), count=1)
-        m, head = next_step(m, head, item, GROUP, BLOCK_M, True)
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, DESCENDING=True)
 
 
 @gluon.jit
@@ -115,21 +119,21 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
 
 @gluon.jit
 def raise_semaphores(
-    dq_order, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    dq_order, semaphore_ptr, tile_order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """Runs the warp that sets semaphores.
 
     When dQ of a step is in memory, the warp raises the semaphore of the step's queries to the tile's number.
     """
-    n_heads = order.n_heads * GROUP
-    item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    m, head = first_step(item, GROUP, BLOCK_M, True)
+    n_heads = tile_order.n_heads * GROUP
+    item = locate_item(gl.program_id(0), tile_order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    m, head = first_step(item, GROUP, BLOCK_M, DESCENDING=True)
     for step in range(item.n_steps):
         wait_full(dq_order.added, step)
         mbarrier.arrive(dq_order.noted.index(step % _PLACES), count=1)
         _raise(semaphore_ptr + m // BLOCK_M * n_heads + head, item.first // BLOCK_N)
-        m, head = next_step(m, head, item, GROUP, BLOCK_M, True)
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, DESCENDING=True)
 
 
 @gluon.jit

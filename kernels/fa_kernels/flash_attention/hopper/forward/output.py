@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fa_kernels.flash_attention.hopper.forward import softmax
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout
 from fa_kernels.flash_attention.structure import structure
 
 
@@ -31,8 +32,7 @@ def no_output(q):
 def _zeros_like(q):
     ROWS_EACH: gl.constexpr = q.shape[0]
     COLUMNS: gl.constexpr = q.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([ROWS_EACH, COLUMNS], gl.float32, layout=layout)
+    return gl.zeros([ROWS_EACH, COLUMNS], gl.float32, layout=accumulator_layout(COLUMNS))
 
 
 @gluon.jit
@@ -77,10 +77,10 @@ def rescale(o, factor):
 @gluon.jit
 def _normalised(o, row_sum, sees):
     """Divides each row of o [M, D] by the row's softmax sum, and sets rows that see no key to 0."""
-    ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     # For a row that sees no key, o may be infinite, and o multiplied by 0 would be NaN. gl.where gives 0.
-    o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
-    return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
+    o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW_LAYOUT), 1) != 0
+    return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW_LAYOUT), 1), 0.0)
 
 
 @gluon.jit
