@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.cuda_driver import has_gpu
 from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
-from fa_train.output import replace_unprintable
+from fa_train.output import outlive_readers, replace_unprintable
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
 from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
@@ -97,6 +97,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 if __name__ == "__main__":
     set_environment()
+    outlive_readers()
     replace_unprintable()
     if has_own_launcher():
         end_with_launcher()

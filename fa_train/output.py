@@ -1,8 +1,9 @@
-"""Prints to terminals and files whose encoding lacks some characters."""
+"""Prints to terminals and files whose encoding lacks some characters, and to pipes whose reader has ended."""
 
 import io
 import os
 import sys
+from typing import Any
 
 VARIABLE = "PYTHONIOENCODING"  # Python reads this variable when a process starts; its format is encoding:errors
 
@@ -16,3 +17,36 @@ def replace_unprintable() -> None:
         return  # the user or Python has already chosen how to print such characters
     sys.stdout.reconfigure(errors="replace")
     os.environ[VARIABLE] = f"{os.environ.get(VARIABLE, '').partition(':')[0]}:replace"
+
+
+def outlive_readers() -> None:
+    """Makes this process discard its output once the program that reads the output has ended.
+
+    In `python train.py | tee log`, Ctrl-C ends tee first. A print would then raise a BrokenPipeError, which could end
+    the run in the middle of an update of the weights.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            replacement = io.TextIOWrapper(
+                io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            stream.flush()
+            setattr(sys, name, replacement)
+
+
+class _Output(io.FileIO):
+    """The file behind stdout or stderr."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # also for prints that do not use sys.stdout
+            os.close(nowhere)
+            return len(data)

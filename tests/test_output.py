@@ -1,4 +1,4 @@
-"""Tests that text is printed even if stdout's encoding lacks some characters of the text."""
+"""Tests prints to a stdout whose encoding lacks some characters, or whose reader has ended."""
 
 import os
 import subprocess
@@ -15,6 +15,20 @@ replace_unprintable()
 subprocess.run([sys.executable, "-c", "print('child \\u2264 é')"], check=True)
 print("parent \\u2264 é")
 """
+
+WITHOUT_READER = """
+import os, sys
+from fa_train.output import outlive_readers
+reader, writer = os.pipe()
+os.dup2(writer, 1), os.dup2(writer, 2), os.close(reader)
+outlive_readers()
+print("a", flush=True), print("b", file=sys.stderr), print("c"), os.write(1, b"d"), os._exit(7)
+"""
+
+
+def test_a_process_outlives_the_reader_of_its_output():
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run([sys.executable, "-c", WITHOUT_READER], env=environment).returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -39,3 +53,13 @@ def test_train_prints_such_a_character(tmp_path):
     command = [sys.executable, str(REPOSITORY / "train.py"), "run_name='≤'", "--cfg", "job"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     assert b"run_name: ?" in done.stdout, done.stderr
+
+
+def test_train_outlives_the_reader_of_its_output(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--cfg", "job"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

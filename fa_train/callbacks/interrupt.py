@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -81,7 +82,8 @@ class GracefulInterrupt(Callback):
             self._asked_at = time.monotonic()
             self._asked_for = 128 + signum
             if self._trainer.is_global_zero:  # print is not safe in a signal handler
-                os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
+                with suppress(OSError):  # Ctrl-C has also ended the program that reads the output, such as tee
+                    os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 self._stop(self._asked_for)
         elif time.monotonic() - self._asked_at > 1:  # torchrun may repeat a Ctrl-C within a second

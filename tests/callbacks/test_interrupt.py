@@ -2,6 +2,7 @@
 
 import signal
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,11 +16,8 @@ def test_ctrl_c_before_training_is_one_line(capsys):
     assert ended.value.code == 128 + signal.SIGINT and capsys.readouterr().err == "interrupted\n"
 
 
-def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """A second signal within one second of the first one is ignored, because torchrun repeats each signal once."""
-    now, exits = [100.0], []
-    monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)
+def started():
+    """Returns the callback of a run that has started, and the object whose received_sigterm ends the run."""
     connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
     trainer = SimpleNamespace(
         world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
@@ -27,6 +25,22 @@ def test_the_second_signal_stops_at_once(monkeypatch, capfd):
     )  # fmt: skip
     interrupt = GracefulInterrupt()
     interrupt.on_fit_start(trainer, None)
+    return interrupt, connector
+
+
+def test_a_signal_ends_the_run_gracefully_although_the_reader_of_its_output_has_ended(monkeypatch):
+    _, connector = started()
+    monkeypatch.setattr("fa_train.callbacks.interrupt.os.write", Mock(side_effect=BrokenPipeError))
+    connector._sigterm_notifier_fn(signal.SIGINT, None)
+    assert connector.received_sigterm
+
+
+def test_the_second_signal_stops_at_once(monkeypatch, capfd):
+    """A second signal within one second of the first one is ignored, because torchrun repeats each signal once."""
+    now, exits = [100.0], []
+    monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)
+    interrupt, connector = started()
     with monkeypatch.context() as in_worker:
         in_worker.setattr("fa_train.callbacks.interrupt.os.getpid", lambda: -1)
         connector._sigterm_notifier_fn(signal.SIGTERM, None)
