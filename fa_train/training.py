@@ -100,8 +100,10 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps
     dtype = torch.float32 if cfg.trainer.precision == "32-true" else torch.bfloat16
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device, dtype)
-    vocab_size = cfg.model.vocab_size or data.vocab_size
-    preflight.require_vocabulary(vocab_size, data.vocab_size)
+    # a checkpoint may have no embeddings for some added tokens of its tokenizer
+    tokens = getattr(data, "min_vocab_size", data.vocab_size) if "pretrained" in cfg.model else data.vocab_size
+    vocab_size = cfg.model.vocab_size or tokens
+    preflight.require_vocabulary(vocab_size, tokens)
     fill_in_levers(cfg, trainer, vocab_size)
     if cfg.get("epochs") is not None:
         fill_in_steps(cfg, trainer, data)

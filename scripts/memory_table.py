@@ -73,19 +73,22 @@ def model_of_run(cfg: DictConfig) -> GPT:
     """
     require_checkpoint_name(cfg.model.get("pretrained"))
     with torch.device("meta"):
-        vocab_size = cfg.model.vocab_size or vocab_size_of(cfg.data)
+        vocab_size = cfg.model.vocab_size or vocab_size_of(cfg.data, is_pretrained="pretrained" in cfg.model)
         model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     return model
 
 
-def vocab_size_of(data: DictConfig) -> int:
+def vocab_size_of(data: DictConfig, is_pretrained: bool) -> int:
     """Returns the vocabulary size of the tokenizer if the config has a tokenizer, else that of the data module.
+
+    If the model is pretrained, the result is only the number of embeddings that it needs at least.
 
     Raises: ValueError if the tokenizer cannot be loaded.
     """
     if "tokenizer" in data:
-        return load_tokenizer(data.tokenizer).vocab_size
+        tokenizer = load_tokenizer(data.tokenizer)
+        return tokenizer.min_vocab_size if is_pretrained else tokenizer.vocab_size
     size: int = instantiate(data).vocab_size
     return size
 

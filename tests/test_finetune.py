@@ -60,6 +60,24 @@ def test_the_loss_falls_and_both_samples_are_kept(run):
     assert first["answer"] != last["answer"]
 
 
+@pytest.mark.parametrize("content", ["2 + 2 is 4.", "a picture: <image>"])
+def test_texts_may_not_contain_an_added_token_without_an_embedding(content, tmp_path):
+    """Gemma 3 1B has 262,144 embeddings, but its tokenizer has one more token, <image_soft_token>."""
+    changed = settings(tmp_path)
+    tokenizer = chat_tokenizer()
+    write_base(tmp_path / "base", vocab_size=len(tokenizer))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path / "base")
+    write_jsonl(tmp_path / "chats.jsonl", [{"prompt": "hi", "completion": content}] * 40)
+    n = len(tokenizer) - 1
+    message = f"only tokens below {n}, for which the model has embeddings; got {n}, <image>"
+    with (
+        composed(tmp_path, *changed, "max_steps=1") as cfg,
+        pytest.raises(ValueError, match=message) if "<image>" in content else nullcontext(),
+    ):
+        training.train(cfg)
+
+
 @torch.no_grad()
 def test_a_run_leaves_what_was_trained_in_its_folder(run, tmp_path):
     [checkpoint] = run.rglob("*.ckpt")

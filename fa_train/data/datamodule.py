@@ -19,7 +19,7 @@ from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler, TimedL
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
 from fa_train.data.packing.concat import Concatenation
-from fa_train.data.packing.report import PackingReport, Report, run_line
+from fa_train.data.packing.report import PackingReport, Report, require_same_documents, run_line
 from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
@@ -101,6 +101,11 @@ class PackedDataModule(L.LightningDataModule):
     def vocab_size(self) -> int:
         """The tokenizer's vocabulary size. Reading this property reads no data."""
         return self.source.vocab_size
+
+    @property
+    def min_vocab_size(self) -> int:
+        """The number of embeddings that a model needs at least (fa_train.data.tokens.tokenizer.HFTokenizer)."""
+        return max(getattr(source, "min_vocab_size", source.vocab_size) for source in self.sources.values())
 
     def accumulation(self, world_size: int, context: int = 1) -> int:
         """Returns the number of micro-batches per step and process.
@@ -214,11 +219,15 @@ class PackedDataModule(L.LightningDataModule):
             )
 
     def _require_embeddings(self, model: GPT) -> None:
-        if model.config.vocab_size < self.vocab_size:
+        n_embeddings = model.config.vocab_size
+        if n_embeddings < self.min_vocab_size:
             raise ValueError(
-                f"the model's vocab_size must be at least the tokenizer's vocabulary, {self.vocab_size}; "
-                f"got {model.config.vocab_size}"
+                f"the model's vocab_size must be at least the tokenizer's vocabulary, {self.min_vocab_size}; "
+                f"got {n_embeddings}"
             )
+        for source in self.sources.values():
+            if isinstance(source, TokenizedCorpus):
+                source.require_embeddings(n_embeddings)
         longest = self.max_doc_len if self.reset_positions else None
         model.require_seq_len(min(self.seq_len, longest or self.seq_len))
 
@@ -231,7 +240,7 @@ class PackedDataModule(L.LightningDataModule):
         report = self.report(rows.layouts)
         trainer.print(report.text())
         if self._rows_per_epoch is None:  # later, a callback of rank 0 alone may ask for a loader
-            require_same_on_all_ranks(report, trainer)
+            require_same_documents(report.metrics(), trainer.strategy.broadcast(report.metrics()), trainer.global_rank)
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
             percent = (100 * self.source.rows_a_cycle / CYCLE).tolist()
@@ -403,19 +412,6 @@ class PackingOptions(TypedDict):
     packing: NotRequired[Literal["concat", "best_fit"]]
     max_doc_len: NotRequired[PositiveInt | None]
     long_documents: NotRequired[LongDocuments]
-
-
-def require_same_on_all_ranks(report: Report, trainer: L.Trainer) -> None:
-    """Raises: ValueError if this rank has packed other documents than rank 0. Rows would be missing or repeated."""
-    own = report.metrics()
-    of_rank_zero = trainer.strategy.broadcast(own)
-    for name in own | of_rank_zero:
-        found, expected = own.get(name), of_rank_zero.get(name)
-        if found != expected:
-            raise ValueError(
-                f"all ranks must read the same documents; got {name}={found} on rank {trainer.global_rank} and "
-                f"{expected} on rank 0. The files of the data may differ between machines"
-            )
 
 
 def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> PackedDataModule:

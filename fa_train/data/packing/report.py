@@ -187,3 +187,18 @@ class Report(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
     def charts(self) -> dict[str, Histogram]: ...
+
+
+def require_same_documents(own: dict[str, float], of_rank_zero: dict[str, float], rank: int) -> None:
+    """Checks that a rank has packed the documents of rank 0. Otherwise, rows would be missing or repeated.
+
+    own, of_rank_zero: the metrics of the reports of both ranks.
+    Raises: ValueError if the metrics differ.
+    """
+    for name in own | of_rank_zero:
+        found, expected = own.get(name), of_rank_zero.get(name)
+        if found != expected:
+            raise ValueError(
+                f"all ranks must read the same documents; got {name}={found} on rank {rank} and {expected} on rank 0. "
+                "The files of the data may differ between machines"
+            )

@@ -17,6 +17,7 @@ from fa_train.data.packing.rows import LossMask
 from fa_train.data.sources.corpus import Corpus, WithValidation
 from fa_train.data.tokens.encoding import Encoder, outside_vocabulary
 from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, SKIPPED, write_shards
+from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.errors import is_of_disk
 
 HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
@@ -87,6 +88,10 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def largest_token(self) -> int:
+        """Returns the largest token of the training and the held-out documents. Reads all documents."""
+        return max(int(values.max(initial=0)) for values in self._values)
 
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
@@ -182,6 +187,7 @@ class TokenizedCorpus:
         self.corpus, self.encoder = corpus, encoder
         self.cache_dir = Path(cache_dir or os.environ.get("FA_TRAIN_CACHE") or "~/.cache/fa_train").expanduser()
         self.vocab_size, self.pad_id = encoder.tokenizer.vocab_size, encoder.tokenizer.pad_id
+        self.min_vocab_size = encoder.tokenizer.min_vocab_size
         self._path: Path | None = None  # the folder of the shards, or None until the corpus is prepared
 
     def prepare(self, workers: int = 1) -> Path:
@@ -193,6 +199,22 @@ class TokenizedCorpus:
         if self._path is None:
             self._path = prepare(self.corpus, self.encoder, self.cache_dir, workers)
         return self._path
+
+    def require_embeddings(self, n_embeddings: int) -> None:
+        """Raises: ValueError if the corpus has a token that is not below n_embeddings.
+
+        All tokens are read only if the tokenizer has more tokens than the model has embeddings.
+        """
+        if n_embeddings >= self.vocab_size:
+            return
+        largest = Documents(self.prepare(), held_out=False, vocab_size=self.vocab_size).largest_token()
+        if largest >= n_embeddings:
+            tokenizer = self.encoder.tokenizer
+            text = f", {tokenizer.hf.convert_ids_to_tokens(largest)}" if isinstance(tokenizer, HFTokenizer) else ""
+            raise ValueError(
+                f"the corpus must have only tokens below {n_embeddings}, for which the model has embeddings; got "
+                f"{largest}{text}. Remove the text of this token from the corpus"
+            )
 
     def documents(self, *, held_out: bool) -> Documents:
         """Returns the training documents, or the documents that are held out for validation.

@@ -18,6 +18,7 @@ class Tokenizer(Protocol):
     """The methods and attributes that the data pipeline needs from a tokenizer."""
 
     vocab_size: int
+    min_vocab_size: int
     bos_id: int | None
     eos_id: int | None
     pad_id: int
@@ -36,7 +37,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A tokenizer whose ids are UTF-8 bytes. The ids of bos, eos and pad are 256, 257 and 258."""
 
-    vocab_size = 259
+    vocab_size = min_vocab_size = 259
     bos_id: int | None = 256
     eos_id: int | None = 257
     pad_id = 258
@@ -53,6 +54,9 @@ class HFTokenizer:
     """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
+    min_vocab_size: the number of embeddings that a model needs at least. Some checkpoints have no embeddings for added
+    tokens that no text contains, such as <image_soft_token> of Gemma 3 1B. min_vocab_size therefore counts no added
+    tokens except bos, eos and padding.
     pad_id: the pad token. If the tokenizer has no pad token, pad_id is the id of eos, or 0 if there is no eos. Padding
     is never a label, so any token can be padding.
     key: the name of the setting or argument that holds `name`, for error messages.
@@ -85,6 +89,9 @@ class HFTokenizer:
         self.eos_id = self.hf.eos_token_id
         pads = (self.hf.pad_token_id, self.eos_id, 0)
         self.pad_id = next(i for i in pads if i is not None)
+        added = set(self.hf.get_added_vocab())
+        always = [i for i in (self.bos_id, self.eos_id, self.pad_id) if i is not None]
+        self.min_vocab_size = max(*always, *(i for token, i in vocabulary.items() if token not in added)) + 1
 
     @cached_property
     def identity(self) -> str:
