@@ -118,7 +118,7 @@ class LoRA:
         settings._require_names(names)
         if model.origin is None:
             if model.token_embedding.weight.is_meta:
-                model.add_source(_hash_random_base)
+                model.add_initialiser(_hash_random_base)
             else:
                 model.random_base_hash = hash_weights(model.named_parameters())
         model.requires_grad_(False)
@@ -134,7 +134,9 @@ class LoRA:
         )
         model.register_load_state_dict_pre_hook(_keep_loaded_base)
         model.choose_ffns()
-        model.add_source(init_adapters if settings.path is None else partial(load_adapter, folder=Path(settings.path)))
+        model.add_initialiser(
+            init_adapters if settings.path is None else partial(load_adapter, folder=Path(settings.path))
+        )
         return model
 
     def _require_names(self, names: Sequence[str]) -> None:
