@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels.flash_attention.backend import backward_workspace
-from fa_train.memory import offload
+from fa_train.memory import host_memory
 from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import BlockBytes
 from fa_train.memory.planner.levers import COMBINATIONS, with_levers
@@ -370,8 +370,8 @@ def test_the_host_memory_of_offload_all_is_what_a_forward_takes(qk_norm, mlp_chu
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
     with as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
-        take = offload.HostPool.take
-        patch.setattr(offload.HostPool, "take", lambda pool, n: taken.append(n) or take(pool, n))
+        take = host_memory.HostPool.take
+        patch.setattr(host_memory.HostPool, "take", lambda pool, n: taken.append(n) or take(pool, n))
         model(tokens, labels=tokens)
     assert predict(plan).host == sum(taken)
 
