@@ -18,7 +18,7 @@ from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.output import outlive_readers, replace_unprintable
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
-from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
+from fa_train.parallel.ranks import end_with_launcher, is_one_of_several, is_started_by_train_py, ranks_to_start
 from fa_train.run_config import check, in_sweep, launch_ranks, require_start, run_folder, sweep_group, wandb_tags
 from fa_train.sweep_table import print_tables
 
@@ -51,6 +51,27 @@ def optimized(result: dict[str, float], metric: str) -> float:
     return result.get(metric, float("nan"))
 
 
+def run(cfg: DictConfig) -> dict[str, float]:
+    """Trains in this process, or starts one process per rank. Returns the run's last metrics."""
+    n_ranks = ranks_to_start(cfg.trainer)
+    require_start(cfg, n_ranks)
+    if n_ranks > 1:
+        return launch_ranks(n_ranks)
+    from fa_train.training import train  # the import of torch and Lightning takes seconds
+
+    ctrl_c_raises()
+    return train(cfg)
+
+
+def run_in_own_process(cfg: DictConfig) -> dict[str, float]:
+    """Trains a job of a sweep in a new process, which the node `sweep_job` starts. Returns the run's last metrics."""
+    from fa_train.training import train
+
+    ctrl_c_raises()
+    result: dict[str, float] = instantiate(cfg.sweep_job)(train, cfg)
+    return result
+
+
 def set_environment() -> None:
     """Sets environment variables that Hydra, torch and Triton read.
 
@@ -77,21 +98,11 @@ def is_raised_by_hydra(error: OSError) -> bool:
 def main(cfg: DictConfig) -> dict[str, float] | float:
     with nullcontext() if in_sweep() else mistakes_reported():  # a sweep reports all errors at its end
         check(cfg)
-        in_own_process = in_sweep() and "sweep_job" in cfg
-        n_ranks = 1 if in_own_process else ranks_to_start(cfg.trainer)
-        if not in_own_process:
-            require_start(cfg, n_ranks)
-        if n_ranks > 1:
-            result = launch_ranks(n_ranks)
-        else:
-            from fa_train.training import train  # the import of torch and Lightning takes seconds
-
-            ctrl_c_raises()
-            result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
+        result = run_in_own_process(cfg) if in_sweep() and "sweep_job" in cfg else run(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
     # a rank that train.py has started returns no metric, because its parent process returns the metric
-    is_asked = cfg.optimized_metric is not None and not has_own_launcher()
+    is_asked = cfg.optimized_metric is not None and not is_started_by_train_py()
     return result if not is_asked else optimized(result, cfg.optimized_metric)
 
 
@@ -99,7 +110,7 @@ if __name__ == "__main__":
     set_environment()
     outlive_readers()
     replace_unprintable()
-    if has_own_launcher():
+    if is_started_by_train_py():
         end_with_launcher()
     ctrl_c_ends_at_once()
     with mistakes_reported():

@@ -137,8 +137,15 @@ class LitGPT(L.LightningModule):
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
         if len(batch["cu_seqlens"]) == 2:  # a single document needs no document mask
             cu_seqlens = None
-        optional = batch.get("mean_seqlen"), batch.get("traffic"), batch.get("last_positions")
-        return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], *optional)
+        return self.model(
+            batch["tokens"],
+            cu_seqlens,
+            batch["position_ids"],
+            batch["labels"],
+            mean_seqlen=batch.get("mean_seqlen"),
+            traffic=batch.get("traffic"),
+            last_positions=batch.get("last_positions"),
+        )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         require_averaged(self.trainer.strategy.model, self._trained_at_start, self.trainer.optimizers)
@@ -162,6 +169,11 @@ class LitGPT(L.LightningModule):
 
         If the gradients contain NaN or infinity, the step is skipped.
 
+        Example: a step has two micro-batches of 8 tokens, with 3 and 5 labels. Their summed losses are S1 and S2.
+        training_step returns S1 / 8 and S2 / 8, and Lightning divides both by the number of micro-batches. The
+        gradients are therefore those of (S1 + S2) / 16. The mean loss per label is (S1 + S2) / 8, so the gradients must
+        be multiplied by 16 / 8. In the code, 16 is `nominal` and 8 is `labels`.
+
         Lightning calls this hook between the backward pass and the optimizer's update.
         Raises: ValueError if no micro-batch was passed to LitGPT.training_step.
         """
@@ -180,6 +192,16 @@ class LitGPT(L.LightningModule):
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.step_grad_norm = self._norm(gradients) * scale
+        if gradient_clip_val:
+            scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
+        skipped = ~self.step_grad_norm.isfinite()  # the norm is equal on all ranks
+        self._count_skips(skipped)
+        scale_or_skip(optimizer, gradients, scale, skipped)
+        self._seed_generators(FOR_UPDATE)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Returns the norm of the gradients of the whole model, () fp32, equal on all ranks."""
         # torch's get_total_norm is not used, because it would round the norm of bf16 gradients to bf16
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
@@ -188,13 +210,7 @@ class LitGPT(L.LightningModule):
             # Replicas may add the terms of the norm in different orders, so their norms may differ slightly. The
             # broadcast keeps the weights of all replicas equal.
             dist.broadcast(norm, src=0)
-        self.step_grad_norm = norm * scale
-        if gradient_clip_val:
-            scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
-        skipped = ~self.step_grad_norm.isfinite()  # the norm is equal on all ranks
-        self._count(skipped)
-        scale_or_skip(optimizer, gradients, scale, skipped)
-        self._seed_generators(FOR_UPDATE)
+        return norm
 
     def _of_all_ranks(self, sums: Tensor) -> Tensor:
         """Returns the sum of `sums` over all ranks. Lightning's reduce would make the host wait for the GPU."""
@@ -214,7 +230,7 @@ class LitGPT(L.LightningModule):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _count(self, skipped: Tensor) -> None:
+    def _count_skips(self, skipped: Tensor) -> None:
         self.skipped_steps = self.skipped_steps + skipped
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * skipped
         self.longest_skip = torch.maximum(self.longest_skip, self._skipped_in_a_row)

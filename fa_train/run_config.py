@@ -1,4 +1,18 @@
-"""Checks a run's config after Hydra has composed it, and before torch or Lightning is imported."""
+"""Checks a run's config after Hydra has composed it, and before torch or Lightning is imported.
+
+A run's settings are checked in this order. Each check relies on the checks above it:
+
+| check | finds | needs |
+|:--|:--|:--|
+| settings.check | unknown keys, and values of a wrong type | the config |
+| copied_keys.require_one_value | keys of a node, such as `trainer`, that contradict the run | the config |
+| early_checks.require_runnable | settings that exclude each other | the number of ranks |
+| preflight.plan_of | settings that the model does not support | torch, and the model without weights |
+| memory.planner.run.plan_memory | a run that does not fit in memory | the GPU |
+
+`check` calls the first two, and `require_start` calls the third. train.py calls both before it starts any rank.
+fa_train.training calls the last two on each rank.
+"""
 
 import argparse
 import json
@@ -20,101 +34,10 @@ from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
 from fa_train.parallel.decisions import compared_by_rank_zero, decided_by_rank_zero
 from fa_train.parallel.failures import ctrl_c_raises
-from fa_train.parallel.ranks import has_own_launcher, told, world_size
+from fa_train.parallel.ranks import is_started_by_train_py, launcher_decisions, world_size
 
 OF_LAUNCHER = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")  # overrides that ranks must not get
 FORBIDDEN_IN_PROJECT = "/\\#?%:"  # characters that the name of a W&B project must not contain
-
-
-class OneFolder(Callback):
-    """A Hydra callback that makes all ranks of a run use one folder.
-
-    Without OneFolder, an interpolation such as ${now:%H-%M-%S} in hydra.run.dir could have a different value on each
-    rank.
-    """
-
-    def on_run_start(self, config: DictConfig, **others: Any) -> None:
-        HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
-        # This callback ignores an invalid hydra.run.dir, because Hydra only prints a warning if a callback fails. Hydra
-        # itself later resolves hydra.run.dir, and raises a ValueError.
-        with suppress(ValueError), read_write(config.hydra.run):
-            config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
-                "hydra.run.dir", lambda: str(config.hydra.run.dir)
-            )
-
-
-def in_sweep() -> bool:
-    """Returns whether this run is part of a Hydra multirun."""
-    return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def sweep_group() -> str | None:
-    """Returns the W&B group of a multirun's runs, or None for a single run."""
-    return HydraConfig.get().sweep.dir if in_sweep() else told().get("sweep_group")
-
-
-def wandb_tags(*tags: str) -> ListConfig:
-    """Returns the tags in the environment variable WANDB_TAGS, or `tags` if the variable is not set."""
-    given = os.environ.get("WANDB_TAGS")
-    chosen = tags if given is None else [tag.strip() for tag in given.split(",") if tag.strip()]
-    return ListConfig(list(chosen))
-
-
-def typed_overrides() -> dict[str, str]:
-    """Returns the overrides of the command line, {key: text}."""
-    overrides = (override.lstrip("+").partition("=") for override in HydraConfig.get().overrides.task)
-    return {key: text.strip() for key, _, text in overrides}
-
-
-def run_folder(run_name: object) -> str:
-    """Returns the folder of a run. The name of the folder is `run_name` as the user typed it."""
-    return settings.run_folder(settings.as_typed(run_name, typed_overrides().get("run_name", "")))
-
-
-def launch_ranks(n_ranks: int) -> dict[str, float]:
-    """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
-
-    The result is empty if the run had nothing to do.
-    Raises: fa_train.errors.RankFailedError if a rank fails. If a job of a multirun runs out of memory, the function
-    raises no error, and returns a dict with the single metric `oom`, which is 1.
-    """
-    from fa_train.parallel.launch import launch  # imports torch, which takes seconds
-
-    ctrl_c_raises()
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    arguments = arguments_of_job(sys.argv[1:]) if in_sweep() else sys.argv[1:]
-    file = folder / "result.json"
-    before = file.stat().st_mtime_ns if file.exists() else None
-    try:
-        launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
-    except RankFailedError as error:
-        if not (in_sweep() and error.out_of_memory):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return {"oom": 1.0}
-    if not file.exists() or file.stat().st_mtime_ns == before:  # an unchanged file is from an earlier run
-        return {}
-    result: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
-    return result
-
-
-def arguments_of_job(given: Sequence[str]) -> list[str]:
-    """Returns the arguments with which a rank composes the same config as this job of a multirun.
-
-    given: the arguments of the multirun.
-    """
-    hydra = HydraConfig.get()
-    of_hydra = [override for override in hydra.overrides.hydra if not OF_LAUNCHER.match(override)]
-    return [*config_options(given), *of_hydra, f"hydra.job.num={hydra.job.num}", *hydra.overrides.task]
-
-
-def config_options(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments that choose a config, such as --config-dir, in their long form."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, short in (("dir", "cd"), ("name", "cn"), ("path", "cp")):
-        parser.add_argument(f"--config-{name}", f"-{short}", dest=name)
-    chosen = vars(parser.parse_known_args(arguments)[0])
-    return [f"--config-{name}={value}" for name, value in chosen.items() if value is not None]
 
 
 def check(cfg: DictConfig) -> None:
@@ -152,7 +75,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
     Raises: ValueError if settings exclude each other, or differ between ranks. The ValueError of `require_wandb`.
     """
-    if has_own_launcher():
+    if is_started_by_train_py():
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
@@ -191,6 +114,97 @@ def require_wandb(config: Mapping[str, Any]) -> None:
         require_api_key(f"{setting}=online")
 
 
+def launch_ranks(n_ranks: int) -> dict[str, float]:
+    """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
+
+    The result is empty if the run had nothing to do.
+    Raises: fa_train.errors.RankFailedError if a rank fails. If a job of a multirun runs out of memory, the function
+    raises no error, and returns a dict with the single metric `oom`, which is 1.
+    """
+    from fa_train.parallel.launch import launch  # imports torch, which takes seconds
+
+    ctrl_c_raises()
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    arguments = arguments_of_job(sys.argv[1:]) if in_sweep() else sys.argv[1:]
+    file = folder / "result.json"
+    before = file.stat().st_mtime_ns if file.exists() else None
+    try:
+        launch(n_ranks, arguments, decisions={"folder": str(folder), "sweep_group": sweep_group()})
+    except RankFailedError as error:
+        if not (in_sweep() and error.out_of_memory):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return {"oom": 1.0}
+    if not file.exists() or file.stat().st_mtime_ns == before:  # an unchanged file is from an earlier run
+        return {}
+    result: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
+def arguments_of_job(given: Sequence[str]) -> list[str]:
+    """Returns the arguments with which a rank composes the same config as this job of a multirun.
+
+    given: the arguments of the multirun.
+    """
+    hydra = HydraConfig.get()
+    of_hydra = [override for override in hydra.overrides.hydra if not OF_LAUNCHER.match(override)]
+    return [*config_options(given), *of_hydra, f"hydra.job.num={hydra.job.num}", *hydra.overrides.task]
+
+
+def config_options(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments that choose a config, such as --config-dir, in their long form."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, short in (("dir", "cd"), ("name", "cn"), ("path", "cp")):
+        parser.add_argument(f"--config-{name}", f"-{short}", dest=name)
+    chosen = vars(parser.parse_known_args(arguments)[0])
+    return [f"--config-{name}={value}" for name, value in chosen.items() if value is not None]
+
+
+def in_sweep() -> bool:
+    """Returns whether this run is part of a Hydra multirun."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def typed_overrides() -> dict[str, str]:
+    """Returns the overrides of the command line, {key: text}."""
+    overrides = (override.lstrip("+").partition("=") for override in HydraConfig.get().overrides.task)
+    return {key: text.strip() for key, _, text in overrides}
+
+
 def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
     """Converts a config to dicts and lists."""
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve))
+
+
+class OneFolder(Callback):
+    """A Hydra callback that makes all ranks of a run use one folder.
+
+    Without OneFolder, an interpolation such as ${now:%H-%M-%S} in hydra.run.dir could have a different value on each
+    rank.
+    """
+
+    def on_run_start(self, config: DictConfig, **others: Any) -> None:
+        HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
+        # This callback ignores an invalid hydra.run.dir, because Hydra only prints a warning if a callback fails. Hydra
+        # itself later resolves hydra.run.dir, and raises a ValueError.
+        with suppress(ValueError), read_write(config.hydra.run):
+            config.hydra.run.dir = launcher_decisions().get("folder") or decided_by_rank_zero(
+                "hydra.run.dir", lambda: str(config.hydra.run.dir)
+            )
+
+
+def run_folder(run_name: object) -> str:
+    """Returns the folder of a run. The name of the folder is `run_name` as the user typed it."""
+    return settings.run_folder(settings.as_typed(run_name, typed_overrides().get("run_name", "")))
+
+
+def sweep_group() -> str | None:
+    """Returns the W&B group of a multirun's runs, or None for a single run."""
+    return HydraConfig.get().sweep.dir if in_sweep() else launcher_decisions().get("sweep_group")
+
+
+def wandb_tags(*tags: str) -> ListConfig:
+    """Returns the tags in the environment variable WANDB_TAGS, or `tags` if the variable is not set."""
+    given = os.environ.get("WANDB_TAGS")
+    chosen = tags if given is None else [tag.strip() for tag in given.split(",") if tag.strip()]
+    return ListConfig(list(chosen))

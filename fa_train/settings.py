@@ -3,6 +3,15 @@
 `Root` lists the keys at the root. A node is a mapping whose `_target_` names a function or class. The keys of a node
 are the parameters of its target. The type hints of the parameters determine the accepted values. For functions and
 classes of other packages, `BOUNDS` replaces some type hints by narrower ones.
+
+For example, the function warmup_cosine has a parameter with the type hint `warmup_steps: NonNegativeInt`:
+
+    scheduler:
+      _target_: fa_train.optim.schedule.warmup_cosine
+      warmup_steps: -5
+
+`entries` yields ("scheduler.warmup_steps", -5, NonNegativeInt). The value does not fit the hint, so `check` raises
+"scheduler.warmup_steps must be an integer of at least 0; got -5".
 """
 
 import difflib
@@ -206,25 +215,6 @@ def check(config: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> 
     run_folder(config["run_name"])
 
 
-def as_typed(value: Any, text: str) -> Any:
-    """Returns `text` if Hydra reads it as the number `value`, and otherwise returns `value`.
-
-    For example, Hydra reads run_name=2026_11_29 as 20261129, and run_name=3e-4 as 0.0003.
-    """
-    try:
-        return text if float(text) == value else value
-    except ValueError:
-        return value
-
-
-def _parsed(text: str) -> Any:
-    """Returns the value of `text` if it is JSON, such as a number or a Boolean. Otherwise, returns `text`."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields each key of a config with its value and its type hint.
 
@@ -232,42 +222,6 @@ def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     Raises: ValueError if a key is unknown or a required key is missing.
     """
     return _entries_of_node("", config, _keys_of_typed_dict(Root))
-
-
-def run_folder(run_name: object) -> str:
-    """Returns the run's folder, relative to runs/. Raises: ValueError if run_name is empty or leads out of runs/."""
-    name = str(run_name) if isinstance(run_name, int) and not isinstance(run_name, bool) else run_name
-    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-    if not "".join(parts).strip() or ".." in parts or parts[0].startswith("/") or "\0" in parts[-1]:
-        raise ValueError(f"run_name must be the name of a folder below runs/; got {shown(run_name)}")
-    return str(name)
-
-
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Returns the error message for an unknown key.
-
-    If the key exists in some options of its config group, the message names these options. If no option has the key,
-    the message suggests another key. The suggestion comes from OTHER_NAMES, or is the most similar key in `known`. If
-    there is no similar key, the message lists the keys of the node.
-    """
-    if found := options_with(key):
-        return f"unknown key {key}; it is a key of {', '.join(found)}"
-    if key in OTHER_NAMES:
-        return f"unknown key {key}; did you mean {OTHER_NAMES[key]}?"
-    node, _, name = key.rpartition(".")
-    names = [other for other in known if not other.startswith("_")]
-    if near := difflib.get_close_matches(name, names, n=1):
-        return f"unknown key {key}; did you mean {node}{'.' if node else ''}{near[0]}?"
-    return f"unknown key {key}; {node} has the keys {', '.join(names)}" if node and names else f"unknown key {key}"
-
-
-def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Yields (key, value) for each scalar in nested dicts and lists. `prefix` is the key of `value`."""
-    if not isinstance(value, dict | list):
-        yield prefix, value
-        return
-    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from leaves(f"{prefix}.{name}" if prefix else str(name), item)
 
 
 def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterator[tuple[str, Any, Any]]:
@@ -298,78 +252,6 @@ def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, An
             yield from _entries_of_value(f"{key}.{name}", item, item_hint)
     else:
         yield key, value, hint
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value that is not a node matches a type hint."""
-    try:
-        _adapter(hint).validate_python([value])
-    except ValidationError:
-        return False
-    except (PydanticUserError, SchemaError):  # accept any value if pydantic cannot check the hint
-        return True
-    return True
-
-
-def _adapter(hint: Any) -> TypeAdapter[list[Any]]:
-    """Returns pydantic's validator for a list whose items match `hint`."""
-    try:
-        hash(hint)
-    except TypeError:  # the metadata of an Annotated hint may have no hash
-        return _new_adapter(hint)
-    return _cached_adapter(hint)
-
-
-def _new_adapter(hint: Any) -> TypeAdapter[list[Any]]:
-    return TypeAdapter(list[hint], config=STRICT)
-
-
-_cached_adapter = cache(_new_adapter)  # building validators takes most of the time of a check
-
-
-def _keys_of_typed_dict(definition: Any) -> Keys:
-    hints = get_type_hints(definition, include_extras=True)
-    plain = {name: get_args(h)[0] if get_origin(h) in (Required, NotRequired) else h for name, h in hints.items()}
-    return Keys(plain, definition.__required_keys__)
-
-
-def _hidden_error(target: Any) -> ImportError | None:
-    """Returns the ImportError of an import inside the target's module, or None if there is no such error.
-
-    For example, the target's module may import a package that is not installed. If an import fails in a module that is
-    inside a package, pkgutil.resolve_name hides the ImportError and raises an AttributeError.
-    """
-    try:
-        importlib.import_module(str(target).rpartition(".")[0])
-    except ModuleNotFoundError as error:
-        # true if the missing module is the target's module, or a package that contains the target's module
-        is_own = error.name is None or f"{target}.".startswith(f"{error.name}.")
-        return None if is_own else error
-    except ImportError as error:
-        return error
-    except (TypeError, ValueError):  # the target is not a name with dots, such as package.module.name
-        return None
-    return None
-
-
-def _resolved(node: str, target: Any) -> Any:
-    """Returns what `target` names. Raises: ValueError that names the node and the reason if the import fails."""
-    hidden = _hidden_error(target)  # called before resolve_name, because a second import can fail for another reason
-    try:
-        return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {hidden or error}"
-        ) from error
-
-
-def classes_of(node: str, target: Any) -> list[str]:
-    """Returns the full names of the class that `target` names and of its base classes, or [] if it names no class.
-
-    node: the key of the node with the `_target_`, for error messages.
-    """
-    function = _resolved(node, target)
-    return [_name(base) for base in inspect.getmro(function)] if inspect.isclass(function) else []
 
 
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
@@ -416,6 +298,22 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
     return Keys(hints, frozenset(required), others)
 
 
+def _keys_of_typed_dict(definition: Any) -> Keys:
+    hints = get_type_hints(definition, include_extras=True)
+    plain = {name: get_args(h)[0] if get_origin(h) in (Required, NotRequired) else h for name, h in hints.items()}
+    return Keys(plain, definition.__required_keys__)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Returns a function's parameters, with evaluated type hints if possible. Returns None for an unknown signature."""
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except (NameError, AttributeError, TypeError):  # `inspect` could not evaluate a type hint that is a string
+        return inspect.signature(function).parameters
+    except ValueError:  # the signature of a type that is written in C, such as str, is unknown
+        return None
+
+
 def as_list(hint: Any) -> Any:
     """Returns a type hint with tuples replaced by sequences and without `| Path`, because YAML has neither."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -429,14 +327,125 @@ def as_list(hint: Any) -> Any:
     return Annotated[Sequence[item], Len(len(arguments), len(arguments))]
 
 
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Returns a function's parameters, with evaluated type hints if possible. Returns None for an unknown signature."""
+def _resolved(node: str, target: Any) -> Any:
+    """Returns what `target` names. Raises: ValueError that names the node and the reason if the import fails."""
+    hidden = _hidden_error(target)  # called before resolve_name, because a second import can fail for another reason
     try:
-        return inspect.signature(function, eval_str=True).parameters
-    except (NameError, AttributeError, TypeError):  # `inspect` could not evaluate a type hint that is a string
-        return inspect.signature(function).parameters
-    except ValueError:  # the signature of a type that is written in C, such as str, is unknown
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {hidden or error}"
+        ) from error
+
+
+def _hidden_error(target: Any) -> ImportError | None:
+    """Returns the ImportError of an import inside the target's module, or None if there is no such error.
+
+    For example, the target's module may import a package that is not installed. If an import fails in a module that is
+    inside a package, pkgutil.resolve_name hides the ImportError and raises an AttributeError.
+    """
+    try:
+        importlib.import_module(str(target).rpartition(".")[0])
+    except ModuleNotFoundError as error:
+        # true if the missing module is the target's module, or a package that contains the target's module
+        is_own = error.name is None or f"{target}.".startswith(f"{error.name}.")
+        return None if is_own else error
+    except ImportError as error:
+        return error
+    except (TypeError, ValueError):  # the target is not a name with dots, such as package.module.name
         return None
+    return None
+
+
+def classes_of(node: str, target: Any) -> list[str]:
+    """Returns the full names of the class that `target` names and of its base classes, or [] if it names no class.
+
+    node: the key of the node with the `_target_`, for error messages.
+    """
+    function = _resolved(node, target)
+    return [_name(base) for base in inspect.getmro(function)] if inspect.isclass(function) else []
+
+
+def as_typed(value: Any, text: str) -> Any:
+    """Returns `text` if Hydra reads it as the number `value`, and otherwise returns `value`.
+
+    For example, Hydra reads run_name=2026_11_29 as 20261129, and run_name=3e-4 as 0.0003.
+    """
+    try:
+        return text if float(text) == value else value
+    except ValueError:
+        return value
+
+
+def _parsed(text: str) -> Any:
+    """Returns the value of `text` if it is JSON, such as a number or a Boolean. Otherwise, returns `text`."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def run_folder(run_name: object) -> str:
+    """Returns the run's folder, relative to runs/. Raises: ValueError if run_name is empty or leads out of runs/."""
+    name = str(run_name) if isinstance(run_name, int) and not isinstance(run_name, bool) else run_name
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not "".join(parts).strip() or ".." in parts or parts[0].startswith("/") or "\0" in parts[-1]:
+        raise ValueError(f"run_name must be the name of a folder below runs/; got {shown(run_name)}")
+    return str(name)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Returns the error message for an unknown key.
+
+    If the key exists in some options of its config group, the message names these options. If no option has the key,
+    the message suggests another key. The suggestion comes from OTHER_NAMES, or is the most similar key in `known`. If
+    there is no similar key, the message lists the keys of the node.
+    """
+    if found := options_with(key):
+        return f"unknown key {key}; it is a key of {', '.join(found)}"
+    if key in OTHER_NAMES:
+        return f"unknown key {key}; did you mean {OTHER_NAMES[key]}?"
+    node, _, name = key.rpartition(".")
+    names = [other for other in known if not other.startswith("_")]
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"unknown key {key}; did you mean {node}{'.' if node else ''}{near[0]}?"
+    return f"unknown key {key}; {node} has the keys {', '.join(names)}" if node and names else f"unknown key {key}"
+
+
+def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Yields (key, value) for each scalar in nested dicts and lists. `prefix` is the key of `value`."""
+    if not isinstance(value, dict | list):
+        yield prefix, value
+        return
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(f"{prefix}.{name}" if prefix else str(name), item)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value that is not a node matches a type hint."""
+    try:
+        _adapter(hint).validate_python([value])
+    except ValidationError:
+        return False
+    except (PydanticUserError, SchemaError):  # accept any value if pydantic cannot check the hint
+        return True
+    return True
+
+
+def _adapter(hint: Any) -> TypeAdapter[list[Any]]:
+    """Returns pydantic's validator for a list whose items match `hint`."""
+    try:
+        hash(hint)
+    except TypeError:  # the metadata of an Annotated hint may have no hash
+        return _new_adapter(hint)
+    return _cached_adapter(hint)
+
+
+def _new_adapter(hint: Any) -> TypeAdapter[list[Any]]:
+    return TypeAdapter(list[hint], config=STRICT)
+
+
+_cached_adapter = cache(_new_adapter)  # building validators takes most of the time of a check
 
 
 def _name(function: Any) -> str:

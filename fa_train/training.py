@@ -1,8 +1,6 @@
 """One run of train.py. Builds the trainer, the model and the data from a checked config, and trains."""
 
-import logging
 import os
-import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,38 +34,68 @@ from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks, require_
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.private_names import private
 from fa_train.run_config import in_sweep, to_container
+from fa_train.silence import silence_libraries
 
 SHARDING = ("replicas", "reshard_after_forward", "reduce_once", "context", "head_groups")  # settings of strategy=fsdp
 WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of scheduler=warmup_cosine
 
-for library in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(library).setLevel(logging.WARNING)  # importing Lightning sets the log level INFO
-for reporter in ("profilers", "callbacks.model_summary"):  # these loggers print reports that the user wants
-    logging.getLogger(f"lightning.pytorch.{reporter}").setLevel(logging.INFO)
-# with memory=selective or offload, torch warns that compiled blocks must have no in-place operators. Our blocks have
-# none.
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-# torch 2.13 warns about the enums of torchao 0.18, which Liger imports on a GPU
-logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-# Lightning 2.6 uses a deprecated function of torch in every run
-warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-# resuming within an epoch is exact, because the data module starts at the checkpoint's step
-warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-# the last step is always logged, so a short run has metrics
-warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
-# Lightning constructs DDP on a stream of its own, and torch 2.13 warns that this may need more synchronisation
-warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-# val/loss is already a mean over all ranks
-warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
-# the data module prints its own message if no data are held out
-warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-# the CSV logger deletes no files, because keep_earlier_metrics renames them first
-warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
+silence_libraries()
+
+
+def train(cfg: DictConfig) -> dict[str, float]:
+    """Trains one run. Returns the run's last metrics.
+
+    If memory ran out in a run of one rank, the metrics include oom=1.
+    Raises: OutOfMemoryError if memory ran out in a run of several ranks.
+    """
+    trainer, lit_gpt, data = build(cfg)
+    if cfg.export:
+        require_checkpoint(trainer)
+        from fa_train.models.hf.export import require_exportable  # the import takes time, and few runs need it
+
+        require_exportable(lit_gpt.model, cfg.seq_len)
+    newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
+    ckpt_path = decided_by_rank_zero("ckpt_path", newest)
+    done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
+    config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
+    if done >= cfg.max_steps:  # `done` is at least 1 here, so there is a checkpoint
+        trainer.print(
+            f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
+            "Increase max_steps to continue"
+        )
+        if cfg.export:
+            export_finished(trainer, Path(ckpt_path), rebuild, config)
+        return monitor_of(trainer).summary()
+    trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
+    if ckpt_path is not None:
+        trainer.print(f"resuming from {ckpt_path} after step {done}")
+    if cfg.scheduler._target_ == WARMUP_COSINE and "lr" in cfg.optimizer:
+        warning = unfinished_warmup(
+            warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
+        )
+        if warning is not None:
+            trainer.print(warning)
+    require_measured(cfg.optimized_metric, trainer)
+    require_validation(cfg, trainer, data, done)
+    decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
+    decided_by_rank_zero("loggers", partial(require_folders, trainer))
+    keep_earlier_metrics(trainer)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(config)
+    if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
+        if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
+            export_finished(trainer, Path(ckpt_path), rebuild, config)
+        else:
+            export_last(trainer, rebuild, config)
+    return monitor_of(trainer).summary()
 
 
 def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     """Builds the trainer, the model and the data of a run. Raises: ValueError if the run cannot train.
 
+    The order matters: the data determine the size of the vocabulary, and the trainer determines the device and the
+    number of ranks. `fill_in_levers` plans the run's memory from these values, and writes its choices to `cfg`. The
+    model is built last, because the choices in `cfg` determine which modules it has.
     cfg: a config that fa_train.run_config.check has checked.
     """
     L.seed_everything(cfg.seed, verbose=False)
@@ -119,16 +147,6 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     return trainer, instantiate(cfg.lit_gpt, model=model, _convert_="all"), data
 
 
-def correct_wandb_arguments(logger: WandbLogger, *, has_resume: bool) -> None:
-    """Corrects the arguments that Lightning passes to wandb.init. has_resume: whether the config has logger.resume."""
-    arguments = private("lightning", logger, "_wandb_init")
-    arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
-    if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
-        arguments["mode"] = "offline"
-    if "WANDB_RESUME" in os.environ and arguments["resume"] == "allow" and not has_resume:
-        arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
-
-
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
     """Builds the model and its adapter on torch's default device."""
     model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
@@ -139,18 +157,6 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
     """Builds the model again, with the same initial weights."""
     L.seed_everything(cfg.seed, verbose=False)
     return build_model(cfg, vocab_size)
-
-
-def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule) -> None:
-    """Computes how many steps cfg.epochs needs. Writes the number of steps to config, trainer and data.
-
-    Every rank calls this function before the ranks can communicate. One rank tokenises the data, and the others wait
-    until the tokens are in the cache.
-    Raises: ValueError if the data are a mixture, or the data module is not a PackedDataModule.
-    """
-    if not isinstance(data, PackedDataModule):
-        raise ValueError(f"epochs needs a PackedDataModule; got a {type(data).__name__}. Set max_steps instead")
-    cfg.max_steps = data.max_steps = trainer.fit_loop.epoch_loop.max_steps = data.steps_of(cfg.epochs)
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
@@ -191,6 +197,28 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         cfg.memory.update(asdict(plan.levers))
     if isinstance(trainer.strategy, FullyShardedStrategy):
         trainer.strategy.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
+
+
+def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule) -> None:
+    """Computes how many steps cfg.epochs needs. Writes the number of steps to config, trainer and data.
+
+    Every rank calls this function before the ranks can communicate. One rank tokenises the data, and the others wait
+    until the tokens are in the cache.
+    Raises: ValueError if the data are a mixture, or the data module is not a PackedDataModule.
+    """
+    if not isinstance(data, PackedDataModule):
+        raise ValueError(f"epochs needs a PackedDataModule; got a {type(data).__name__}. Set max_steps instead")
+    cfg.max_steps = data.max_steps = trainer.fit_loop.epoch_loop.max_steps = data.steps_of(cfg.epochs)
+
+
+def correct_wandb_arguments(logger: WandbLogger, *, has_resume: bool) -> None:
+    """Corrects the arguments that Lightning passes to wandb.init. has_resume: whether the config has logger.resume."""
+    arguments = private("lightning", logger, "_wandb_init")
+    arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
+    if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
+        arguments["mode"] = "offline"
+    if "WANDB_RESUME" in os.environ and arguments["resume"] == "allow" and not has_resume:
+        arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
 
 
 def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:
@@ -239,51 +267,3 @@ def without_validation(
         f"no validation: none of the steps {done + 1} to {max_steps} is a multiple of "
         f"trainer.val_check_interval={val_check_interval}"
     )
-
-
-def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns the run's last metrics.
-
-    If memory ran out in a run of one rank, the metrics include oom=1.
-    Raises: OutOfMemoryError if memory ran out in a run of several ranks.
-    """
-    trainer, lit_gpt, data = build(cfg)
-    if cfg.export:
-        require_checkpoint(trainer)
-        from fa_train.models.hf.export import require_exportable  # the import takes time, and few runs need it
-
-        require_exportable(lit_gpt.model, cfg.seq_len)
-    newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
-    ckpt_path = decided_by_rank_zero("ckpt_path", newest)
-    done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
-    config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
-    if done >= cfg.max_steps:  # `done` is at least 1 here, so there is a checkpoint
-        trainer.print(
-            f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
-            "Increase max_steps to continue"
-        )
-        if cfg.export:
-            export_finished(trainer, Path(ckpt_path), rebuild, config)
-        return monitor_of(trainer).summary()
-    trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
-    if ckpt_path is not None:
-        trainer.print(f"resuming from {ckpt_path} after step {done}")
-    if cfg.scheduler._target_ == WARMUP_COSINE and "lr" in cfg.optimizer:
-        warning = unfinished_warmup(
-            warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
-        )
-        if warning is not None:
-            trainer.print(warning)
-    require_measured(cfg.optimized_metric, trainer)
-    require_validation(cfg, trainer, data, done)
-    decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
-    decided_by_rank_zero("loggers", partial(require_folders, trainer))
-    keep_earlier_metrics(trainer)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(config)
-    if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
-        if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
-            export_finished(trainer, Path(ckpt_path), rebuild, config)
-        else:
-            export_last(trainer, rebuild, config)
-    return monitor_of(trainer).summary()

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from fa_train.data.tokens.tokenizer import load_tokenizer
 from fa_train.early_checks import is_fsdp, micro_batches, require_checkpoint_name
-from fa_train.memory.offload import available_host_bytes
+from fa_train.memory.host_memory import available_host_bytes
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
     fits,

@@ -244,7 +244,7 @@ def test_impossible_values_are_named(overrides, message, tmp_path):
 
 
 def test_only_rank_zero_checks_the_folder_for_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr("fa_train.parallel.decisions.told", lambda: {"checkpoints": None})  # told by rank 0
+    monkeypatch.setattr("fa_train.parallel.decisions.launcher_decisions", lambda: {"checkpoints": None})
     settings = ["callbacks.checkpoint.dirpath=/dev/null/x", "logger=csv", "logger.save_dir=/dev/null/x"]
     with composed(tmp_path, *tiny(tmp_path, *settings)) as cfg, pytest.raises(ValueError, match=r"^logger\.save_dir"):
         training.train(cfg)

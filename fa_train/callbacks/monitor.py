@@ -58,9 +58,15 @@ class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
     Monitor moves all values of a logged step from the device to the host in a single copy. The host reads the copied
-    values after it has launched the next micro-batch, so the device never waits for the host. A log is pending until
-    the host has read its values. A pending log is finished before a validation, before a checkpoint and at the end of a
-    run. With several ranks, a log also needs one small collective, which does not use the GPUs.
+    values after it has launched the next micro-batch, so the device never waits for the host. For example, step 10 is
+    logged and each step has one micro-batch:
+
+        host   | launch step 10 | start the copy of its values | launch step 11 | read the values, log step 10
+        device | ...            | step 10                      | copy           | step 11
+
+    A log is pending until the host has read its values. A pending log is finished before a validation, before a
+    checkpoint and at the end of a run. With several ranks, a log also needs one small collective, which does not use
+    the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that the model has been trained on. `tokens` and perf/tokens_per_s include padding. A
     checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its

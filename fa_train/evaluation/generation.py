@@ -243,12 +243,12 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     layers = [block.attention for block in model.blocks if isinstance(block, Block)]
-    attentions = [layer.attention for layer in layers]
+    attentions = [layer.attend for layer in layers]
     last_only = model.head.register_forward_pre_hook(lambda head, inputs: (inputs[0][-1:],))
     model.eval()
     for layer, window in zip(layers, model.windows, strict=True):
-        alone = unshared(layer.attention)
-        layer.attention = alone if capacity is None else CachedAttention(alone, window, capacity)
+        alone = unshared(layer.attend)
+        layer.attend = alone if capacity is None else CachedAttention(alone, window, capacity)
     try:
         with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled again for each length
             yield
@@ -257,7 +257,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
         for module, was_training in modes:
             module.training = was_training
         for layer, attention in zip(layers, attentions, strict=True):
-            layer.attention = attention
+            layer.attend = attention
 
 
 def _chosen(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:

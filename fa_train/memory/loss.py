@@ -1,8 +1,12 @@
 """Fuses the last linear layer with the cross entropy, so that the logits of all tokens never exist at the same time.
 
-The forward pass processes the tokens in chunks. For each chunk, the forward pass computes the logits, the losses, and
-the gradients of the hidden states and of the weight. The backward pass only multiplies the stored gradients by the
-gradient of the loss.
+A token with hidden state h has the logits z = W h and the loss logsumexp(z) - z[label]. The gradients are:
+
+    dz = softmax(z) - onehot(label)        dh = W^T dz        dW = the sum of dz h^T over all tokens
+
+The gradients for a token need only this token's logits. The forward pass therefore processes the tokens in chunks, and
+computes the logits, the losses, and the gradients of the hidden states and of the weight for each chunk. The backward
+pass only multiplies the stored gradients by the gradient of the loss.
 """
 
 from dataclasses import dataclass
@@ -102,6 +106,45 @@ def linear_cross_entropy(
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
+@linear_cross_entropy.register_fake
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_size: int,
+    z_loss: float,
+    label_smoothing: float,
+    softcap: float,
+    dtype: torch.dtype,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
+    d_weight = weight.new_empty(weight.shape if of_weight else 0)
+    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.of_hidden, ctx.of_weight = inputs[-2:]
+    ctx.is_spent = False
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    if ctx.is_spent:
+        raise RuntimeError("a loss allows only one backward pass; got a second one. Compute the loss again")
+    d_hidden, d_weight = ctx.saved_tensors
+    ctx.is_spent = True
+    # multiply in place to save memory
+    of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
+    of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
+    return of_hidden, of_weight, *[None] * 8
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_save)
+
+
 def _torch_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
@@ -186,42 +229,3 @@ def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(accumulated, a, b, out_dtype=torch.float32, out=accumulated)
     else:
         accumulated += a @ b
-
-
-@linear_cross_entropy.register_fake
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk_size: int,
-    z_loss: float,
-    label_smoothing: float,
-    softcap: float,
-    dtype: torch.dtype,
-    of_hidden: bool,
-    of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
-    d_weight = weight.new_empty(weight.shape if of_weight else 0)
-    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.of_hidden, ctx.of_weight = inputs[-2:]
-    ctx.is_spent = False
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
-    if ctx.is_spent:
-        raise RuntimeError("a loss allows only one backward pass; got a second one. Compute the loss again")
-    d_hidden, d_weight = ctx.saved_tensors
-    ctx.is_spent = True
-    # multiply in place to save memory
-    of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
-    of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
-    return of_hidden, of_weight, *[None] * 8
-
-
-linear_cross_entropy.register_autograd(_backward, setup_context=_save)

@@ -2,37 +2,33 @@
 
 memory.offload=true offloads the input of each block except the last. With full activation checkpointing, a block saves
 only its input, so almost all saved memory moves to the host. memory.offload=all offloads all large tensors that blocks
-save, except those of the last block. offload=all requires checkpointing=none. Copies run on a side stream while other
-blocks compute.
+save, except those of the last block. offload=all requires checkpointing=none.
 
-Saved-tensor hooks around each block replace saved tensors with a `_View`, which refers to a `_State`. With
-offload=true, the only tensor that a `_View` replaces is the block's input. With offload=all, a `_View` replaces every
-large tensor that has one row per token. q, k and v are views of one storage, so a `_State` holds a whole storage.
-autograd owns each `_View` and `_State`, and frees both together with its graph. The hooks work with every wrapper
-around a block, including torch.compile.
+Copies run on a side stream while blocks compute. With offload=true and four blocks, whose inputs are x0 to x3:
 
-A copy to the host starts after the compute stream has written the storage. With offload=true, the compute stream waits
+    compute stream | block 0 | block 1 | block 2 | block 3 | backward 3 | backward 2 | backward 1 | backward 0
+    copy stream    | x0 out  | x1 out  | x2 out  |         | x2 in      | x1 in      | x0 in      |
+
+A copy to the host starts after the compute stream has written the tensor. With offload=true, the compute stream waits
 for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits for the copies of
 block `i` before block `i + IN_FLIGHT + 1` starts. When the compute stream has waited for the copies of a block, the GPU
-memory of the copied storages is freed. The memory for a copy back to the GPU is allocated on the compute stream, which
+memory of the copied tensors is freed. The memory for a copy back to the GPU is allocated on the compute stream, which
 later waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies run in order on one
 stream, so a buffer is never overwritten before it has been read. The host never waits. Tensor.record_stream is not
 used, because it would delay the freeing of memory by a time that depends on the host.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fa_train.memory.host_pages import own_pages
+from fa_train.memory.host_memory import HostPool
 
 Offloaded = bool | Literal["all"]  # "all" offloads all large saved tensors, and True offloads only block inputs
 IN_FLIGHT = 2  # with offload=all, the number of earlier blocks whose copies to the host may still run
@@ -44,25 +40,6 @@ def require_offload(offload: Offloaded, checkpointing: str) -> None:
         raise ValueError(f"memory.offload must be true, false or all; got {offload}")
     if offload == "all" and checkpointing != "none":
         raise ValueError(f"memory.offload=all needs memory.checkpointing=none; got {checkpointing}")
-
-
-def available_host_bytes() -> int:
-    """Returns the available host memory of this machine or container in bytes. Works only on Linux."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limits = [_control_group_bytes(Path(folder)) for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")]
-    return min([available, *(limit for limit in limits if limit is not None)])
-
-
-def require_host_memory(needed: int, available: int, processes: int = 1, *, everything: bool = False) -> None:
-    """Raises: ValueError if `available` bytes are not enough for `processes` processes with `needed` bytes each."""
-    if needed * processes > available:
-        each = f" in each of {processes} processes" if processes > 1 else ""
-        offload, other = ("all", "memory=offload") if everything else ("true", "memory.offload=false")
-        raise ValueError(
-            f"memory.offload={offload} needs {needed / 2**30:.1f} GiB of host memory{each}; {available / 2**30:.1f} "
-            f"GiB are available. Choose a shorter seq_len, trainer.precision=bf16-true, or {other}"
-        )
 
 
 def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
@@ -101,48 +78,14 @@ class Offload:
         return ForwardPass(self.n_layers, self.everything, self.pool, self.copies)
 
 
-class HostPool:
-    """A pool of host buffers. The pool frees a buffer only if a larger one replaces it."""
-
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
-        self.free: list[Tensor] = []
-        self.allocated = 0  # the number of allocations so far; tests check that only the first step allocates
-        self.nbytes = 0  # the total size of all buffers
-
-    def require(self, nbytes: int, *, everything: bool) -> None:
-        """Raises: ValueError if the host has too little memory to grow the pool to nbytes."""
-        if nbytes > self.nbytes:
-            require_host_memory(nbytes, available_host_bytes() + self.nbytes, everything=everything)
-
-    def take(self, nbytes: int) -> Tensor:
-        """Returns a uint8 buffer of at least nbytes bytes: the smallest free buffer that is large enough, or a new one.
-
-        If no free buffer is large enough, the new buffer replaces the largest free buffer.
-        """
-        self.free.sort(key=Tensor.numel)
-        for place, buffer in enumerate(self.free):
-            if buffer.numel() >= nbytes:
-                return self.free.pop(place)
-        if self.free:
-            self.nbytes -= self.free.pop().numel()
-        self.allocated += 1
-        self.nbytes += nbytes
-        return _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
-
-    def give(self, buffer: Tensor) -> None:
-        """Puts a buffer back into the pool. Copies on the copy stream may still use the buffer."""
-        self.free.append(buffer)
-
-
 class ForwardPass:
     """Offloads the saved tensors of one forward pass, block by block."""
 
     def __init__(self, n_layers: int, everything: bool, pool: HostPool, copies: torch.cuda.Stream | None) -> None:
         self.everything, self.pool, self.copies = everything, pool, copies
         self.n_layers = self.blocks_left = n_layers
-        self.below: list[_State] = []  # the offloaded storages of the previous block
-        self.underway = _Underway(blocks=IN_FLIGHT if everything else 1)
+        self.previous_block: list[_SavedStorage] = []  # the offloaded storages of the previous block
+        self.in_flight = _CopiesInFlight(blocks=IN_FLIGHT if everything else 1)
 
     @contextmanager
     def block(self, x: Tensor) -> Iterator[None]:
@@ -151,16 +94,17 @@ class ForwardPass:
         The saved tensors of the last block stay on the GPU, because the backward pass begins with this block.
         """
         self.blocks_left -= 1
-        self.underway.next_block()
+        self.in_flight.next_block()
         pack = _Pack(x, self)
         try:
             with saved_tensors_hooks(pack, _unpack):
                 yield
         finally:
-            self.below = list(pack.states.values())
+            self.previous_block = list(pack.storages.values())
             pack.release()
         if self.everything and self.blocks_left == self.n_layers - 1:
-            self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
+            of_block = sum(saved.nbytes for saved in self.previous_block)
+            self.pool.require(of_block * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
         """Finishes the offloading of a forward pass after the last block. x: the output of the last block.
@@ -168,24 +112,24 @@ class ForwardPass:
         With offload=all, copies to the host may still run after the last block. Tensors whose copies may still run stay
         on the GPU until the backward pass has computed the gradient of x.
         """
-        self.below, underway = [], self.underway
+        self.previous_block, in_flight = [], self.in_flight
         if self.everything and x.requires_grad:
-            x.register_hook(lambda _: underway.let_go())
+            x.register_hook(lambda _: in_flight.let_go())
         else:
-            underway.let_go()
+            in_flight.let_go()
 
-    def keep(self, storage: Tensor) -> "_State":
-        """Returns a `_State` for a saved storage, which is a (nbytes,) uint8 tensor.
+    def save(self, storage: Tensor) -> "_SavedStorage":
+        """Returns a `_SavedStorage` for a saved storage, which is a (nbytes,) uint8 tensor.
 
         Starts the copy to the host, except in the last block.
         """
-        state = _State(storage, self.below)
+        saved = _SavedStorage(storage, self.previous_block)
         if self.blocks_left:
-            state.send(self.pool, self.copies, self.underway)
-        return state
+            saved.send(self.pool, self.copies, self.in_flight)
+        return saved
 
 
-class _Underway:
+class _CopiesInFlight:
     """Holds the GPU memory of storages while their copies to the host may still run.
 
     blocks: the number of earlier blocks whose storages are kept when a new block starts.
@@ -215,22 +159,22 @@ class _Underway:
         self.let_go()
 
 
-class _State:
+class _SavedStorage:
     """The storage of a saved tensor, on GPU or host.
 
-    below: the storages of the previous block, which the backward pass needs next.
+    previous_block: the storages of the previous block, which the backward pass needs next.
     """
 
-    def __init__(self, storage: Tensor, below: "list[_State]") -> None:
+    def __init__(self, storage: Tensor, previous_block: "list[_SavedStorage]") -> None:
         self.storage: Tensor | None = storage
         self.nbytes = storage.nbytes
-        self.below = below
-        self.left = 0  # the number of saved views that the backward pass has not used yet
+        self.previous_block = previous_block
+        self.views_left = 0  # the number of saved views that the backward pass has not used yet
         self.pool: HostPool | None = None
         self.arrived: torch.cuda.Event | None = None
 
-    def send(self, pool: HostPool, copies: torch.cuda.Stream | None, underway: _Underway) -> None:
-        """Starts the copy to the host. `underway` holds the GPU memory until the copy has ended."""
+    def send(self, pool: HostPool, copies: torch.cuda.Stream | None, in_flight: _CopiesInFlight) -> None:
+        """Starts the copy to the host. `in_flight` holds the GPU memory until the copy has ended."""
         storage = self.storage
         assert storage is not None
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
@@ -238,12 +182,12 @@ class _State:
         self.host = self.buffer[: storage.nbytes]
         if copies is None:
             self.host.copy_(storage)
-            underway.add(storage, None)
+            in_flight.add(storage, None)
             return
         copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copies):
             self.host.copy_(storage, non_blocking=True)
-        underway.add(storage, copies.record_event())
+        in_flight.add(storage, copies.record_event())
 
     def fetch(self) -> None:
         """Starts the copy back to the GPU unless it has already started."""
@@ -265,13 +209,13 @@ class _State:
         """
         self.fetch()
         self._await()
-        for state in reversed(self.below):
-            state.fetch()
-        self.below = []
+        for saved in reversed(self.previous_block):
+            saved.fetch()
+        self.previous_block = []
         storage = self.storage
         assert storage is not None
-        self.left -= 1
-        if self.left <= 0 and self.pool is not None:  # a second backward pass fetches the storage again
+        self.views_left -= 1
+        if self.views_left <= 0 and self.pool is not None:  # a second backward pass fetches the storage again
             self.storage = None
         return storage
 
@@ -288,10 +232,13 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _View:
-    """Takes the place of one saved tensor, and says which part of an offloaded storage the tensor uses."""
+class _SavedView:
+    """Takes the place of one saved tensor, and says which part of an offloaded storage the tensor uses.
 
-    state: _State
+    For example, q, k and v are views of one storage, so their three `_SavedView` refer to the same `_SavedStorage`.
+    """
+
+    storage: _SavedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -299,40 +246,44 @@ class _View:
 
 
 class _Pack:
-    """The pack hook of saved_tensors_hooks, which replaces the tensors that a block saves.
+    """The pack hook of saved_tensors_hooks, which replaces the tensors that a block saves by a `_SavedView` each.
 
+    With offload=true, the hook replaces only the block's input. With offload=all, the hook replaces every large tensor
+    that has one row per token. autograd owns each `_SavedView` and `_SavedStorage`, and frees both together with its
+    graph. The hook works with every wrapper around a block, including torch.compile.
     autograd keeps the hook alive after the forward pass, so `release` removes the hook's references to tensors.
     """
 
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
-        self.states: dict[int, _State] = {}  # {address of storage: state}, because a block can save a storage twice
+        # {address of storage: saved storage}, because a block can save a storage twice
+        self.storages: dict[int, _SavedStorage] = {}
         self.memory: list[Tensor] = []  # keeps the saved storages alive, so that no two storages have the same address
 
-    def __call__(self, saved: Tensor) -> "Tensor | _View":
+    def __call__(self, saved: Tensor) -> "Tensor | _SavedView":
         assert self.x is not None and self.forward_pass is not None
         is_offloaded = _has_row_per_token if self.forward_pass.everything else _is_same_tensor
         if not is_offloaded(saved, self.x):
             return saved.detach()  # detach prevents a reference cycle if an autograd node saves its own output
         storage = saved.untyped_storage()
-        state = self.states.get(storage._cdata)
-        if state is None:
+        saved_storage = self.storages.get(storage._cdata)
+        if saved_storage is None:
             whole = saved.detach().as_strided((storage.nbytes() // saved.itemsize,), (1,), 0).view(torch.uint8)
-            state = self.states[storage._cdata] = self.forward_pass.keep(whole)
+            saved_storage = self.storages[storage._cdata] = self.forward_pass.save(whole)
             self.memory.append(whole)
-        state.left += 1
-        return _View(state, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
+        saved_storage.views_left += 1
+        return _SavedView(saved_storage, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def release(self) -> None:
         self.x = self.forward_pass = None
-        self.states, self.memory = {}, []
+        self.storages, self.memory = {}, []
 
 
-def _unpack(saved: Tensor | _View) -> Tensor:
+def _unpack(saved: Tensor | _SavedView) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    return saved.state.get().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+    return saved.storage.get().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 
 def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
@@ -361,33 +312,3 @@ def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
         and x.shape[0] in base.shape
         and worth_a_copy(saved.untyped_storage().nbytes(), *x.shape)
     )
-
-
-def _pinned(nbytes: int) -> Tensor:
-    """Returns a pinned host buffer, (nbytes,) uint8.
-
-    torch's pinned allocator is not used, because it rounds sizes up to a power of two.
-    """
-    buffer = own_pages(nbytes)
-    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
-
-    def unregister() -> None:
-        torch.cuda.synchronize()  # a copy may still use the buffer
-        cudart.cudaHostUnregister(address)
-
-    weakref.finalize(buffer, unregister).atexit = False
-    return buffer
-
-
-def _control_group_bytes(folder: Path) -> int | None:
-    """Returns how many bytes are left until a container's memory limit, or None if there is no limit."""
-    for limit, usage, cache in (
-        ("memory.max", "memory.current", "inactive_file"),  # cgroup version 2
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # cgroup version 1
-    ):
-        if (folder / limit).exists() and (folder / limit).read_text().strip() != "max":
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(statistics[cache])  # the page cache can be freed by Linux
-            return int((folder / limit).read_text()) - used
-    return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_train.memory.loss import add_product
-from fa_train.memory.tiled_ffn import activation_backward, apply_activation, row_chunks
+from fa_train.memory.tiled_ffn import activate_outside_autograd, activation_backward, row_chunks
 from fa_train.models.autocast import compute_dtype
 from fa_train.models.config import Activation
 from fa_train.models.nf4 import nf4_weight
@@ -70,9 +70,9 @@ def tiled_adapted_mlp(
         )
     x = x.to(compute_dtype(x))
     tensors = [*_rounded_adapters(up, x.dtype), *_rounded_adapters(down, x.dtype)]
-    promise = _Backward.apply(activation, chunk_size, x, *tensors)
+    placeholder = _Backward.apply(activation, chunk_size, x, *tensors)
     result: Tensor = _Forward.apply(
-        promise, activation, chunk_size, x.detach(), *(t if t is None else t.detach() for t in tensors)
+        placeholder, activation, chunk_size, x.detach(), *(t if t is None else t.detach() for t in tensors)
     )
     return result
 
@@ -107,7 +107,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, promise: Tensor, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None
+        ctx: Any, placeholder: Tensor, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         return adapted_mlp_forward(x, tensors[:FIELDS], tensors[FIELDS:], activation, chunk_size)
 
@@ -125,7 +125,7 @@ def adapted_mlp_forward(
         first, second = _dense(x, up, down, activation)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for rows in row_chunks(x.shape[0], chunk_size):
-            activated = apply_activation(_linear(x[rows], first), activation, in_place=True)
+            activated = activate_outside_autograd(_linear(x[rows], first), activation, in_place=True)
             _linear(activated, second, out=y[rows])
             del activated  # free the activations before the next chunk allocates memory
     return y

@@ -63,17 +63,22 @@ def tiled_mlp(
     x = x.to(compute_dtype(x))
     if keep and torch.is_grad_enabled():
         return _Kept.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
-    promise = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
+    placeholder = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
     weights = (w if w is None else w.detach() for w in (up, up_bias, down, down_bias))
-    return _Forward.apply(promise, x.detach(), *weights, activation, chunk_size)
+    return _Forward.apply(placeholder, x.detach(), *weights, activation, chunk_size)
 
 
 class _Backward(torch.autograd.Function):
     """The autograd node whose backward computes the FFN's gradients. `forward` returns a placeholder without memory.
 
     The forward pass calls two autograd functions: first `_Backward`, which saves all tensors that the backward pass
-    needs, and then `_Forward`, which computes the FFN. Activation checkpointing recomputes a block only until all saved
-    tensors exist again. The recomputation therefore ends before the FFN, unless a norm follows the FFN.
+    needs, and then `_Forward`, which computes the FFN:
+
+        forward:   x  -> _Backward -> placeholder -> _Forward -> y
+        backward:  dx <- _Backward <- dy          <- _Forward <- dy
+
+    Activation checkpointing recomputes a block only until all saved tensors exist again. The recomputation therefore
+    ends before the FFN, unless a norm follows the FFN.
     """
 
     @staticmethod
@@ -133,14 +138,14 @@ class _Kept(torch.autograd.Function):
 class _Forward(torch.autograd.Function):
     """The autograd node whose forward computes the FFN's output.
 
-    The input `promise` is the placeholder that `_Backward` returned. The backward of `_Forward` computes nothing: it
-    returns dy as the gradient of `promise`. Autograd passes dy to `_Backward`, which computes the FFN's gradients.
+    The input `placeholder` is the result of `_Backward`. The backward of `_Forward` computes nothing: it returns dy as
+    the gradient of `placeholder`. Autograd passes dy to `_Backward`, which computes the FFN's gradients.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        promise: Tensor,
+        placeholder: Tensor,
         x: Tensor,
         up: Tensor,
         up_bias: Tensor | None,
@@ -177,9 +182,11 @@ def mlp_forward(
         kept = x.new_empty(x.shape[0] if keep else 0, up.shape[0])
         for rows in row_chunks(x.shape[0], chunk_size):
             if keep:
-                activated = apply_activation(_linear(x[rows], up, up_bias, out=kept[rows]), activation, in_place=False)
+                activated = activate_outside_autograd(
+                    _linear(x[rows], up, up_bias, out=kept[rows]), activation, in_place=False
+                )
             else:
-                activated = apply_activation(F.linear(x[rows], up, up_bias), activation, in_place=True)
+                activated = activate_outside_autograd(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
             del activated  # free the activations before the next chunk allocates memory
     return y, kept
@@ -276,7 +283,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> T
     return torch.addmm(bias, x, weight.T, out=out)
 
 
-def apply_activation(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
+def activate_outside_autograd(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
     """Computes `activate` with less memory, outside autograd. in_place: whether GELU may overwrite `projected`."""
     if activation in UNITS:
         return glu(projected, activation)
@@ -293,7 +300,7 @@ def activation_backward(
     """
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
-        return apply_activation(projected, activation, in_place=in_place), d_activated
+        return activate_outside_autograd(projected, activation, in_place=in_place), d_activated
     if not in_place:
         d_projected = glu_gradient(projected, d_activated, activation)
         return d_activated, d_projected

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +19,7 @@ from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
 from fa_train.models.initial import Constant, Distribution, Normal, drawing_device, drawn, initialise
 from fa_train.models.norms import NormModule, OffsetRMSNorm, add_and_norm, build_norm, zeros_to_add
+from fa_train.models.origin import Origin
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table
 from fa_train.models.stream import context_schedule, require_stream, windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention
@@ -28,35 +27,9 @@ from fa_train.parallel.context.shard import ContextShard
 from fa_train.parallel.context.traffic import Traffic
 
 Value = TypeVar("Value")
-QKV = tuple[Tensor, Tensor, Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]  # q (total, n_heads, head_dim), and k and v (total, n_kv_heads, head_dim)
+# splits the result of SelfAttention.qkv, (total, n_heads + 2 * n_kv_heads, head_dim), and rotates q and k
 SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The Hugging Face checkpoint from which the model's weights were loaded.
-
-    An export writes `config` and `generation_config` to files.
-    config: config.json with the run's RoPE settings, and without the part for the image encoder.
-    has_images: whether the checkpoint also has an image encoder.
-    has_new_rope: whether the run's settings replaced the checkpoint's RoPE.
-    """
-
-    config: Mapping[str, Any]
-    generation_config: Mapping[str, Any] | None
-    pretrained: str | None = None  # the folder or hub name that the user gave
-    folder: Path | None = None  # the folder with the checkpoint's files
-    has_images: bool = False
-    has_new_rope: bool = False
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """The tokens that end a text. config.json is read only if generation_config.json names no end tokens."""
-        found = (self.generation_config or {}).get("eos_token_id")
-        found = self.config.get("eos_token_id") if found is None else found
-        if found is None:
-            return []
-        return list(found) if isinstance(found, list) else [found]
 
 
 class GPT(nn.Module):
@@ -89,8 +62,8 @@ class GPT(nn.Module):
         self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # The input of a block must be one tensor if blocks are checkpointed, or if their inputs are offloaded. Each
-        # block must then do its last residual addition itself, instead of leaving the addition to the next block.
+        # `Block` explains what it means to add later. The input of a block must be one tensor if blocks are
+        # checkpointed, or if their inputs are offloaded.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -100,7 +73,7 @@ class GPT(nn.Module):
         with torch.device("meta"):  # torch's own initial values are not needed
             self._add_modules(attention, memory)
         self.register_load_state_dict_post_hook(_tie_loaded)
-        self.sources: list[Callable[[GPT], None]] = [GPT.init_weights]
+        self.initialisers: list[Callable[[GPT], None]] = [GPT.init_weights]
         if device.type != "meta":
             self.materialise(device)
 
@@ -116,79 +89,6 @@ class GPT(nn.Module):
         self.norm = build_norm(self.config, dim)
         self.head = Head(dim, vocab_size, self.loss, self.logit_softcap)
         self.tie()
-
-    def tie(self) -> None:
-        """Gives the head the weight of the token embedding if the config ties the two weights.
-
-        `load_state_dict` also calls `tie`. Call `tie` again after parameters are replaced in other ways.
-        """
-        if self.config.tied:
-            self.head.weight = self.token_embedding.weight
-
-    def materialise(self, device: torch.device) -> None:
-        """Allocates parameters on `device` for a model that was built on the meta device, and initialises them.
-
-        If the model is sharded, each rank allocates only its rows, and holds at most one whole parameter at a time.
-        """
-        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
-            self.to_empty(device=device)
-        else:
-            self._allocate(device)
-        self.tie()
-        for source in self.sources:
-            source(self)
-
-    def _allocate(self, device: torch.device) -> None:
-        """Replaces all parameters by uninitialised ones on `device`.
-
-        This method exists because torch's `to_empty` refuses fake tensors.
-        """
-        for module in self.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty_like(parameter, device=device)
-                module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
-
-    def add_source(self, source: "Callable[[GPT], None]") -> None:
-        """Registers `source`, a function that sets parameters of the model.
-
-        `source` is called immediately, unless the model is on the meta device. `materialise` also calls `source`.
-        """
-        self.sources.append(source)
-        if not self.token_embedding.weight.is_meta:
-            source(self)
-
-    def init_weights(self) -> None:
-        """Gives all weights their random initial values. In a sharded model, sets only this rank's rows."""
-        for name, distribution in self._distributions():
-            initialise(self.get_parameter(name), distribution, self.seed, name)
-
-    def drawn_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each weight's name, and its random initial values as a whole tensor in fp32."""
-        for name, distribution in self._distributions():
-            parameter = self.get_parameter(name)
-            yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)
-
-    def _distributions(self) -> Iterator[tuple[str, Distribution]]:
-        """Yields the initial distribution of each parameter, but not of adapter parameters.
-
-        init="gpt2": a normal distribution with standard deviation 0.02, or 0.01 for the position embedding
-        (github.com/openai/gpt-2, src/model.py). The weights of attention.out and ffn.down are divided by
-        sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
-        init="llama": a normal distribution with standard deviation 0.02, the value of initializer_range in Meta's
-        config.json of Llama.
-        """
-        deviations = {}
-        if self.config.init == "gpt2":
-            deviations = {"attention.out": 0.02 / (2 * self.config.n_layers) ** 0.5, "position_embedding": 0.01}
-            deviations["ffn.down"] = deviations["attention.out"]
-        for name, _ in self.named_parameters():
-            path, _, kind = name.rpartition(".")
-            module = self.get_submodule(path)
-            if isinstance(module, NormModule):
-                yield name, Constant(float(kind == "weight" and not isinstance(module, OffsetRMSNorm)))
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                std = deviations.get(".".join(path.split(".")[-2:]), 0.02)
-                yield name, Constant(0.0) if kind == "bias" else Normal(std)
 
     def forward(
         self,
@@ -269,18 +169,21 @@ class GPT(nn.Module):
                 f"model.max_seq_len={self.config.max_seq_len} tokens; got {seq_len}"
             )
 
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles each block with torch.compile(**options).
+
+        Blocks share one graph, because their code and shapes are equal. A compiled block leaves its last residual
+        addition to the next block (see `Block`), unless blocks are checkpointed or offload their inputs.
+        """
+        self.adds_later = self.may_add_later
+        for block in self.blocks:
+            block.compile(**options)
+
     def choose_ffns(self) -> None:
         """Chooses each block's FFN class again. Call this method after you replace linear layers of the FFNs."""
         for block in self._blocks():
             ffn = choose_ffn(block.ffn.up, block.ffn.down, self.config.activation, self.memory)
             block.ffn = ffn.train(block.ffn.training)
-
-    def context_shard(self, rank: int, ranks: int) -> ContextShard:
-        """Returns a function that selects one rank's tokens from a batch that a context group shares.
-
-        rank: the index of the rank in the context group. ranks: the number of ranks in the context group.
-        """
-        return ContextShard(rank, ranks, _distinct(self.windows), may_split=self.is_flash)
 
     def share_context(self, group: str, head_groups: int = 1) -> None:
         """Makes attention gather the keys that other ranks hold.
@@ -291,21 +194,90 @@ class GPT(nn.Module):
         head_groups: the number of groups of KV heads, as in ContextAttention.
         """
         for block in self._blocks():
-            block.attention.attention = ContextAttention(block.attention.attention, group, head_groups)
+            block.attention.attend = ContextAttention(block.attention.attend, group, head_groups)
 
-    def compile_blocks(self, **options: Any) -> None:
-        """Compiles each block with torch.compile(**options).
+    def context_shard(self, rank: int, ranks: int) -> ContextShard:
+        """Returns a function that selects one rank's tokens from a batch that a context group shares.
 
-        Blocks share one graph, because their code and shapes are equal. A compiled block leaves out its last residual
-        addition, unless blocks are checkpointed or offload their inputs. If a block leaves out its last residual
-        addition, the next block computes this addition together with its first norm.
+        rank: the index of the rank in the context group. ranks: the number of ranks in the context group.
         """
-        self.adds_later = self.may_add_later
-        for block in self.blocks:
-            block.compile(**options)
+        return ContextShard(rank, ranks, _distinct(self.windows), may_split=self.is_flash)
 
     def _blocks(self) -> Iterable["Block"]:
         return (block for block in self.blocks if isinstance(block, Block))
+
+    def tie(self) -> None:
+        """Gives the head the weight of the token embedding if the config ties the two weights.
+
+        `load_state_dict` also calls `tie`. Call `tie` again after parameters are replaced in other ways.
+        """
+        if self.config.tied:
+            self.head.weight = self.token_embedding.weight
+
+    def materialise(self, device: torch.device) -> None:
+        """Allocates parameters on `device` for a model that was built on the meta device, and initialises them.
+
+        If the model is sharded, each rank allocates only its rows, and holds at most one whole parameter at a time.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            self.to_empty(device=device)
+        else:
+            self._allocate(device)
+        self.tie()
+        for initialise_weights in self.initialisers:
+            initialise_weights(self)
+
+    def _allocate(self, device: torch.device) -> None:
+        """Replaces all parameters by uninitialised ones on `device`.
+
+        This method exists because torch's `to_empty` refuses fake tensors.
+        """
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty_like(parameter, device=device)
+                module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
+
+    def add_initialiser(self, initialiser: "Callable[[GPT], None]") -> None:
+        """Registers a function that sets parameters of the model, such as those of adapters.
+
+        `initialiser` is called immediately, unless the model is on the meta device. `materialise` also calls it.
+        """
+        self.initialisers.append(initialiser)
+        if not self.token_embedding.weight.is_meta:
+            initialiser(self)
+
+    def init_weights(self) -> None:
+        """Gives all weights their random initial values. In a sharded model, sets only this rank's rows."""
+        for name, distribution in self._distributions():
+            initialise(self.get_parameter(name), distribution, self.seed, name)
+
+    def drawn_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each weight's name, and its random initial values as a whole tensor in fp32."""
+        for name, distribution in self._distributions():
+            parameter = self.get_parameter(name)
+            yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)
+
+    def _distributions(self) -> Iterator[tuple[str, Distribution]]:
+        """Yields the initial distribution of each parameter, but not of adapter parameters.
+
+        init="gpt2": a normal distribution with standard deviation 0.02, or 0.01 for the position embedding
+        (github.com/openai/gpt-2, src/model.py). The weights of attention.out and ffn.down are divided by
+        sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
+        init="llama": a normal distribution with standard deviation 0.02, the value of initializer_range in Meta's
+        config.json of Llama.
+        """
+        deviations = {}
+        if self.config.init == "gpt2":
+            deviations = {"attention.out": 0.02 / (2 * self.config.n_layers) ** 0.5, "position_embedding": 0.01}
+            deviations["ffn.down"] = deviations["attention.out"]
+        for name, _ in self.named_parameters():
+            path, _, kind = name.rpartition(".")
+            module = self.get_submodule(path)
+            if isinstance(module, NormModule):
+                yield name, Constant(float(kind == "weight" and not isinstance(module, OffsetRMSNorm)))
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                std = deviations.get(".".join(path.split(".")[-2:]), 0.02)
+                yield name, Constant(0.0) if kind == "bias" else Normal(std)
 
 
 class Block(nn.Module):
@@ -313,6 +285,14 @@ class Block(nn.Module):
 
     With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before the
     residual additions.
+
+    A compiled block can leave its last addition to the next block, whose first norm reads both terms anyway. One kernel
+    (`add_and_norm`) then computes the addition and the norm:
+
+        each block adds itself:   block i returns x + y           block i + 1 computes norm(x)
+        each block adds later:    block i returns x and y         block i + 1 computes norm(x + y)
+
+    Here, y is the output of the FFN. The next block gets y as the argument `added`.
 
     rotates: whether the layer has RoPE.
     """
@@ -388,12 +368,12 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, attention: Attention, *, rotates: bool, checkpointed: bool) -> None:
         super().__init__()
         n_heads, n_kv_heads, head_dim = config.heads
-        self.heads = [n_heads, n_kv_heads, n_kv_heads]
-        self.qkv = nn.Linear(config.dim, sum(self.heads) * head_dim, bias=config.qkv_bias)
+        self.qkv_heads = [n_heads, n_kv_heads, n_kv_heads]
+        self.qkv = nn.Linear(config.dim, sum(self.qkv_heads) * head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(n_heads * head_dim, config.dim, bias=config.out_bias)
         self.q_norm = build_norm(config, head_dim) if config.qk_norm else None
         self.k_norm = build_norm(config, head_dim) if config.qk_norm else None
-        self.attention: Callable[..., Tensor] = attention
+        self.attend: Callable[..., Tensor] = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
         self.scores = {name: value for name, value in scores.items() if value}  # only the options that are set
@@ -401,8 +381,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""
         # the result of self.qkv has no variable, because a variable would keep it in memory while attention runs
-        q, k, v = self.split_heads(self, self.qkv(x).unflatten(-1, (sum(self.heads), -1)), rotary)
-        return self.out(self.attention(q, k, v, schedule, **self.scores).flatten(1))
+        q, k, v = self.split_heads(self, self.qkv(x).unflatten(-1, (sum(self.qkv_heads), -1)), rotary)
+        return self.out(self.attend(q, k, v, schedule, **self.scores).flatten(1))
 
 
 def _head_splitter(qk_norm: bool, rotates: bool, checkpointed: bool) -> SplitHeads:
@@ -414,21 +394,21 @@ def _head_splitter(qk_norm: bool, rotates: bool, checkpointed: bool) -> SplitHea
 
 
 def _split(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    q, k, v = qkv.split(layer.heads, dim=1)
+    q, k, v = qkv.split(layer.qkv_heads, dim=1)
     return q, k, v
 
 
 def _rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
     """Rotates q and k. q, k and v are views of one new buffer, the only tensor that autograd saves."""
     assert rotary is not None
-    q, k, v = rotate_qkv(qkv, layer.heads, rotary.cos, rotary.sin)
+    q, k, v = rotate_qkv(qkv, layer.qkv_heads, rotary.cos, rotary.sin)
     return q, k, v
 
 
 def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
     """Rotates q and k within qkv, and then splits the result. q, k and v are views of the rotated tensor."""
     assert rotary is not None
-    return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
+    return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.qkv_heads[0] + layer.qkv_heads[1]), None)
 
 
 def _rotated_in_checkpoint(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
@@ -437,14 +417,14 @@ def _rotated_in_checkpoint(layer: SelfAttention, qkv: Tensor, rotary: RotaryTabl
 
 
 def _normed(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    q, k, v = qkv.split(layer.heads, dim=1)
+    q, k, v = qkv.split(layer.qkv_heads, dim=1)
     return _norm(layer.q_norm, q).to(v.dtype), _norm(layer.k_norm, k).to(v.dtype), v
 
 
 def _normed_and_rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
     assert rotary is not None
     cos, sin = rotary
-    q, k, v = qkv.split(layer.heads, dim=1)
+    q, k, v = qkv.split(layer.qkv_heads, dim=1)
     q = rotate_heads(_norm(layer.q_norm, q), cos, sin, q.shape[1], v.dtype)
     return q, rotate_heads(_norm(layer.k_norm, k), cos, sin, k.shape[1], v.dtype), v
 

@@ -118,7 +118,7 @@ class LoRA:
         settings._require_names(names)
         if model.origin is None:
             if model.token_embedding.weight.is_meta:
-                model.add_source(_hash_random_base)
+                model.add_initialiser(_hash_random_base)
             else:
                 model.random_base_hash = hash_weights(model.named_parameters())
         model.requires_grad_(False)
@@ -134,7 +134,8 @@ class LoRA:
         )
         model.register_load_state_dict_pre_hook(_keep_loaded_base)
         model.choose_ffns()
-        model.add_source(init_adapters if settings.path is None else partial(load_adapter, folder=Path(settings.path)))
+        load = partial(load_adapter, folder=Path(settings.path)) if settings.path is not None else None
+        model.add_initialiser(load or init_adapters)
         return model
 
     def _require_names(self, names: Sequence[str]) -> None:
@@ -234,7 +235,10 @@ class LoRALinear(nn.Linear):
         return [self.nf4[name] for name in NF4_PARTS] if self.nf4 else []
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Returns the matrices A as one concatenated matrix, and the scaled matrices B as one block-diagonal matrix."""
+        """Returns the matrices A as one concatenated matrix, and the scaled matrices B as one block-diagonal matrix.
+
+        For q_proj and v_proj in a joined qkv, with a scale of 1: [A_q; A_v] and [[B_q, 0], [0, 0], [0, B_v]].
+        """
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
         for name, rows in self.rows.items():

@@ -46,11 +46,10 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 
 
 def zeros_to_add(x: Tensor) -> Tensor:
-    """Returns zeros that the first block adds to its input.
+    """Returns zeros that the first block adds to its input, if blocks add later (fa_train.models.gpt.Block).
 
-    Each block gets two tensors, `x` and `added`, and begins with the sum `x + added`. For every block after the first
-    block, `added` is the output of the previous block's FFN. The first block gets zeros as `added`, so that all blocks
-    can use the same compiled graph.
+    The first block has no previous block whose FFN output it could add. With zeros, all blocks use the same compiled
+    graph.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
     return zero.expand(x.shape).contiguous()  # the result is not a leaf, so autograd does not store its gradient

@@ -23,26 +23,33 @@ def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Ten
 
 
 def windowed_schedule(
-    cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, seqlen: int | None
+    cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, mean_seqlen: int | None
 ) -> Schedule:
     """Builds the causal schedule of the documents.
 
-    window: the number of tokens that a query sees, or None for all earlier tokens.
-    seqlen: the mean document length in tokens (mean_seqlen of fa_train.models.gpt.GPT.forward), or None.
+    Example: a stream of two documents with 4 and 3 tokens, so cu_seqlens is [0, 4, 7]. Query i sees the keys from
+    key_start[i] to key_end[i] - 1:
+
+        key_end   = [1, 2, 3, 4, 5, 6, 7]
+        key_start = [0, 0, 0, 0, 4, 4, 4] without a window
+        key_start = [0, 0, 1, 2, 4, 4, 5] with window=2
+
+    window: the number of tokens that a query sees, including its own, or None for all earlier tokens.
+    mean_seqlen: as for fa_train.models.gpt.GPT.forward.
     """
     if window is None or window >= total:
-        return causal_schedule(cu_seqlens, total, device, seqlen)
+        return causal_schedule(cu_seqlens, total, device, mean_seqlen)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
     padded = cu_seqlens is not None
     return build_schedule(
-        documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded, seqlen=seqlen
+        documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded, seqlen=mean_seqlen
     )
 
 
-def context_schedule(traffic: Traffic, window: int | None, seqlen: int | None) -> SharedSchedule:
+def context_schedule(traffic: Traffic, window: int | None, mean_seqlen: int | None) -> SharedSchedule:
     """Builds the schedule of a rank that shares its stream with other ranks.
 
-    window, seqlen: as in windowed_schedule. By default, seqlen is the number of tokens in the padded stream.
+    window, mean_seqlen: as for windowed_schedule. By default, mean_seqlen is the number of tokens in the padded stream.
     """
-    seqlen = traffic.sent.shape[0] if seqlen is None else seqlen
-    return shared_schedule(traffic, length_class_of(seqlen if window is None else min(seqlen, window)))
+    length = traffic.sent.shape[0] if mean_seqlen is None else mean_seqlen
+    return shared_schedule(traffic, length_class_of(length if window is None else min(length, window)))

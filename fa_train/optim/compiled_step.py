@@ -41,6 +41,12 @@ def adamw_values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a weight and its two moments after a step of AdamW (arXiv:1711.05101). All tensors are in fp32.
 
+    In the paper's symbols, with the gradient g, the moments m (`mean`) and v (`square`), and the step t (`steps`):
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        w = w - rate * weight_decay * w - rate * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+
     steps: the number of steps, including the current step.
     """
     exact = gradient / scalars.grad_scale
@@ -83,10 +89,12 @@ class CompiledStep:
                 decay = rate * group["weight_decay"]
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step_of(parameter, parameter.grad, rate, decay, group)
+                        self._step_parameter(parameter, parameter.grad, rate, decay, group)
         return loss
 
-    def _step_of(self, parameter: Tensor, gradient: Tensor, rate: Tensor, decay: Tensor, group: dict[str, Any]) -> None:
+    def _step_parameter(
+        self, parameter: Tensor, gradient: Tensor, rate: Tensor, decay: Tensor, group: dict[str, Any]
+    ) -> None:
         state, weight = self.state[parameter], local(parameter.detach())
         if not state:
             state.update(step=torch.zeros((), device=weight.device), **self._new_state(parameter))
@@ -95,13 +103,13 @@ class CompiledStep:
         if self.grad_scale is None or self.found_inf is None:
             self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
         scalars = Scalars(rate, decay, self.grad_scale, self.found_inf)
-        self._update(weight, local(gradient), state, scalars, group)
+        self._update_parameter(weight, local(gradient), state, scalars, group)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
         """Returns the initial optimizer state of a parameter, without the entry `step`."""
         raise NotImplementedError
 
-    def _update(
+    def _update_parameter(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
     ) -> None:
         """Updates one parameter and its state in place. weight, gradient: this rank's rows."""

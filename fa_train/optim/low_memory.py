@@ -36,7 +36,7 @@ _round_stochastically, _dequantize, _quantize, _divide_blocks = (
 Moment = tuple[Tensor, ...]  # one tensor, or three tensors for a moment of 8-bit values: codes, scales and code book
 
 
-def _update(
+def _update_tensors(
     weight: Tensor,
     gradient: Tensor,
     first: Moment,
@@ -62,7 +62,7 @@ def _update(
     update_in_place(scalars.found_inf != 0, [*updates, (step, steps)])
 
 
-_compiled_update = torch.compile(_update, fullgraph=True, dynamic=False)
+_compiled_update = torch.compile(_update_tensors, fullgraph=True, dynamic=False)
 
 
 def _value(moment: Moment) -> Tensor:
@@ -118,7 +118,7 @@ class _AdamWOfTorchao(CompiledStep):
         signed, unsigned = (self._new_buffer(parameter, is_signed) for is_signed in (True, False))
         return {"exp_avg": signed, "exp_avg_sq": unsigned}
 
-    def _update(
+    def _update_parameter(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
     ) -> None:
         first, second = (_parts(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))

@@ -65,7 +65,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x.bitwise_right_shift_(48)
 
 
-def _update(
+def _update_tensors(
     high: Tensor,
     low: Tensor,
     gradient: Tensor,
@@ -84,7 +84,7 @@ def _update(
     update_in_place(scalars.found_inf != 0, updates)
 
 
-_compiled_update = torch.compile(_update, fullgraph=True)
+_compiled_update = torch.compile(_update_tensors, fullgraph=True)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class MasterWeightsAdamW(CompiledStep, Optimizer):
         local(state["low_bits"]).copy_(first_low_bits(parameter))
         return state
 
-    def _update(
+    def _update_parameter(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
     ) -> None:
         low, first, second = (_flat(local(state[name])) for name in ("low_bits", "exp_avg", "exp_avg_sq"))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
-from fa_train.memory.host_pages import own_pages
+from fa_train.memory.host_memory import own_pages
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part of a checkpoint
 PINNED_FROM = 2**20  # in bytes; smaller tensors are copied fast enough without pinned memory

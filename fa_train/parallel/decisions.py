@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fa_train.parallel.ranks import is_launched, told
+from fa_train.parallel.ranks import is_launched, launcher_decisions
 
 
 def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
@@ -19,12 +19,12 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
     question: a unique name for the decision.
     Raises: ValueError on all ranks if decide() raises it on rank 0.
     """
-    if question in told():
-        return told()[question]
+    if question in launcher_decisions():
+        return launcher_decisions()[question]
     if is_launched():
         from fa_train.parallel import rank_store  # this module imports torch and Lightning, which takes seconds
 
-        ranks = rank_store.launched_ranks()
+        ranks = rank_store.cluster_environment()
         if ranks is not None:
             return rank_store.decided_through_store(ranks, question, decide)
     return decide()
@@ -40,7 +40,7 @@ def compared_by_rank_zero(question: str, own: str, compare: Callable[[int, str],
         return
     from fa_train.parallel import rank_store  # this module imports torch and Lightning, which takes seconds
 
-    ranks = rank_store.launched_ranks()
+    ranks = rank_store.cluster_environment()
     if ranks is not None:
         rank_store.compared_through_store(ranks, question, own, compare)
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain, is_of_disk
-from fa_train.parallel.ranks import given_rank, has_own_launcher, is_one_of_several
+from fa_train.parallel.ranks import given_rank, is_one_of_several, is_started_by_train_py
 
 Kind = Literal["mistake", "out of memory", "lost connection", "exit", "disk", "error"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -83,7 +83,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
         print(f"rank {given_rank()} lost its connection to another rank: {message}", file=sys.stderr)
     elif SHOW_TRACEBACK or kind == "error":
         traceback.print_exception(error)
-    elif not has_own_launcher() and (not os.environ.get(ERROR_FILE) or os.environ.get("RANK") == "0"):
+    elif not is_started_by_train_py() and (not os.environ.get(ERROR_FILE) or os.environ.get("RANK") == "0"):
         # if this condition is false, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
@@ -103,7 +103,7 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
         message = f"called sys.exit({error.code!r})"
     else:
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if is_one_of_several() and not has_own_launcher():
+    if is_one_of_several() and not is_started_by_train_py():
         message = _shared(kind, message)
     if file := os.environ.get(ERROR_FILE):
         reported = {"message": message, "timestamp": int(time.time()), "kind": kind}

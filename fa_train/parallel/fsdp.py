@@ -1,12 +1,16 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups: each block is
-a group, and so are the embeddings and the head. The weights of each group are gathered before the group's forward pass.
-The gathered weights of a block are freed after its forward pass and gathered again before its backward pass, unless
-reshard_after_forward is false. The gradients of a group are averaged and sharded as soon as the group's backward pass
-has computed them. An untied head stays gathered from its forward pass to its backward pass, because the model's
-backward pass begins with the head. The last norm, and the token embedding if it is tied to the head, stay gathered for
-the whole micro-batch.
+Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups, each before
+its forward pass. `shard` makes these groups:
+
+| group | dtype with bf16-mixed | how long the gathered weights exist |
+|:--|:--|:--|
+| each block | bf16 | during its forward and its backward; in between only if reshard_after_forward is false |
+| the head, if untied | bf16 | from its forward to its backward, because the model's backward begins with the head |
+| the learned positions; the token embedding, if untied | fp32 | during its forward and its backward |
+| the rest: the last norm, and the token embedding if tied to the head | fp32 | the whole micro-batch |
+
+The gradients of a group are averaged and sharded as soon as the group's backward pass has computed them.
 
 With replicas > 1 (HSDP), the ranks are divided into replicas of equal size. Each replica holds the whole model, sharded
 over the ranks of the replica. Gradients are also averaged between replicas, once per step.
@@ -54,6 +58,38 @@ from fa_train.private_names import replace_private
 
 CONTEXT_GROUP = "context"
 SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of data-parallel ranks
+
+
+def shard(
+    model: GPT,
+    mesh: DeviceMesh,
+    precision: str,
+    *,
+    reshard_after_forward: bool = True,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Shards the model's parameters over the ranks. No device ever holds the whole model.
+
+    mesh: a device mesh of shape (ranks,), or with HSDP (replicas, ranks per replica).
+    precision: trainer.precision. With bf16-mixed, all shards are in fp32. The weights of blocks and of an untied head
+    are gathered in bf16, the dtype that autocast computes in. All other weights are gathered in fp32.
+    """
+    # inputs are not cast to bf16, because autocast keeps the hidden states between blocks in fp32
+    policy = partial(MixedPrecisionPolicy, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    rounded, exact = policy(torch.bfloat16 if precision == "bf16-mixed" else None), policy(None)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=rounded, reshard_after_forward=reshard_after_forward)
+    if model.position_embedding is not None:
+        fully_shard(model.position_embedding, mesh=mesh, mp_policy=exact)
+    if not model.config.tied:
+        fully_shard(model.token_embedding, mesh=mesh, mp_policy=exact)
+        fully_shard(model.head, mesh=mesh, mp_policy=rounded, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=exact)
+
+
+def is_sharded(model: GPT) -> bool:
+    """Returns whether `shard` was called on the model."""
+    return isinstance(model, FSDPModule)
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -218,6 +254,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return model
 
 
+def make_context_groups(context: int) -> None:
+    """Makes process groups of `context` consecutive ranks each, and registers this rank's group for attention."""
+    world_size = dist.get_world_size()
+    for first in range(0, world_size, context):
+        group = new_context_group(range(first, first + context))
+        if first <= dist.get_rank() < first + context:
+            register_group(CONTEXT_GROUP, group)
+
+
+def context_ranks(strategy: Strategy) -> int:
+    """Returns the number of ranks that share each packed stream, or 1 for a strategy without context parallelism."""
+    return strategy.context if isinstance(strategy, FullyShardedStrategy) else 1
+
+
 def _filled(shard: Any, full: Any) -> Any:
     """Copies this rank's part of a whole tensor to the DTensor `shard`, without communication, and returns `shard`.
 
@@ -256,49 +306,3 @@ def require_known_sharding(strategy: Strategy) -> None:
             "a LitGPT on several devices needs DDPStrategy or fa_train.parallel.fsdp.FullyShardedStrategy; got "
             f"{type(strategy).__name__}"
         )
-
-
-def make_context_groups(context: int) -> None:
-    """Makes process groups of `context` consecutive ranks each, and registers this rank's group for attention."""
-    world_size = dist.get_world_size()
-    for first in range(0, world_size, context):
-        group = new_context_group(range(first, first + context))
-        if first <= dist.get_rank() < first + context:
-            register_group(CONTEXT_GROUP, group)
-
-
-def shard(
-    model: GPT,
-    mesh: DeviceMesh,
-    precision: str,
-    *,
-    reshard_after_forward: bool = True,
-    reduce_dtype: torch.dtype = torch.float32,
-) -> None:
-    """Shards the model's parameters over the ranks. No device ever holds the whole model.
-
-    mesh: a device mesh of shape (ranks,), or with HSDP (replicas, ranks per replica).
-    precision: trainer.precision. With bf16-mixed, all shards are in fp32. The weights of blocks and of an untied head
-    are gathered in bf16, the dtype that autocast computes in. All other weights are gathered in fp32.
-    """
-    # inputs are not cast to bf16, because autocast keeps the hidden states between blocks in fp32
-    policy = partial(MixedPrecisionPolicy, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    rounded, exact = policy(torch.bfloat16 if precision == "bf16-mixed" else None), policy(None)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=rounded, reshard_after_forward=reshard_after_forward)
-    if model.position_embedding is not None:
-        fully_shard(model.position_embedding, mesh=mesh, mp_policy=exact)
-    if not model.config.tied:
-        fully_shard(model.token_embedding, mesh=mesh, mp_policy=exact)
-        fully_shard(model.head, mesh=mesh, mp_policy=rounded, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=exact)
-
-
-def context_ranks(strategy: Strategy) -> int:
-    """Returns the number of ranks that share each packed stream, or 1 for a strategy without context parallelism."""
-    return strategy.context if isinstance(strategy, FullyShardedStrategy) else 1
-
-
-def is_sharded(model: GPT) -> bool:
-    """Returns whether `shard` was called on the model."""
-    return isinstance(model, FSDPModule)

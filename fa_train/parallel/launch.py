@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train.errors import SHOW_TRACEBACK, RankFailedError
 from fa_train.parallel.failures import STOPPED, STOPPING, Kind, reason
-from fa_train.parallel.ranks import TOLD
+from fa_train.parallel.ranks import DECISIONS
 
 REPEATED = 1.0  # a signal that follows the first within this many seconds counts as a duplicate of the first
 
@@ -36,10 +36,10 @@ class _StoppedError(BaseException):
         self.signum = signum
 
 
-def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> None:
+def launch(n_ranks: int, arguments: Sequence[str], decisions: Mapping[str, Any]) -> None:
     """Runs this program with `arguments` in n_ranks processes and waits until all of them end.
 
-    told: the launcher's decisions, which all ranks receive (fa_train.parallel.decisions).
+    decisions: the launcher's decisions, which all ranks receive (fa_train.parallel.decisions).
     If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
     to all ranks, and the launcher then waits without a time limit. A second signal kills the ranks. After a signal, the
     program ends with the exit status of the ranks.
@@ -49,7 +49,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers would replace those of _Forwarding
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
-        TOLD: json.dumps(told), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        DECISIONS: json.dumps(decisions), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RUN_ID": "train.py", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

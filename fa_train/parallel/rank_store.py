@@ -21,7 +21,7 @@ CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at m
 _ASKED: Counter[str] = Counter()  # the number of calls of decided_through_store for each question
 
 
-def launched_ranks() -> ClusterEnvironment | None:
+def cluster_environment() -> ClusterEnvironment | None:
     """Returns Lightning's cluster environment if torchrun or srun started several ranks, otherwise None."""
     for environment in (TorchElasticEnvironment, SLURMEnvironment):
         if environment.detect():
@@ -36,7 +36,7 @@ def _store() -> TCPStore:
 
     Rank 0 hosts its store until it exits, because other ranks may start late.
     """
-    ranks = launched_ranks()
+    ranks = cluster_environment()
     assert ranks is not None
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

@@ -1,5 +1,12 @@
 """Says what this process is: the only process of a run, one of several ranks, or the launcher that starts the ranks.
 
+| process | is_launched | is_started_by_train_py | ranks_to_start |
+|:--|:--|:--|:--|
+| `python train.py` with one device: trains the model itself | no | no | 1 |
+| `python train.py trainer.devices=4`: the launcher, which trains nothing | no | no | 4 |
+| one of the four ranks that this launcher starts | yes | yes | 1 |
+| a rank that torchrun or srun has started | yes | no | 1 |
+
 This file does not import torch, because train.py uses this file first, and importing torch takes seconds.
 """
 
@@ -10,7 +17,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TOLD = "FA_TRAIN_TOLD"  # the environment variable in which train.py's launcher passes decisions to its ranks, as JSON
+# the environment variable in which train.py's launcher passes decisions, such as the run's folder, to its ranks as JSON
+DECISIONS = "FA_TRAIN_TOLD"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -29,15 +37,15 @@ def given_rank() -> str | None:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID")) if is_launched() else None
 
 
-def has_own_launcher() -> bool:
+def is_started_by_train_py() -> bool:
     """Returns whether train.py has started this process as a rank."""
-    return TOLD in os.environ
+    return DECISIONS in os.environ
 
 
-def told() -> dict[str, Any]:
+def launcher_decisions() -> dict[str, Any]:
     """Returns the decisions that train.py's launcher passed to this rank, or an empty dict in any other process."""
-    answers: dict[str, Any] = json.loads(os.environ.get(TOLD, "{}"))
-    return answers
+    decisions: dict[str, Any] = json.loads(os.environ.get(DECISIONS, "{}"))
+    return decisions
 
 
 def ranks_to_start(trainer: Mapping[str, Any]) -> int:

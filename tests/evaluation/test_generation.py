@@ -20,7 +20,8 @@ from fa_train.evaluation import generation
 from fa_train.evaluation.generation import Sample, chat_prompt, generate, sampled_chat, stop_tokens
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
-from fa_train.models.gpt import GPT, Origin
+from fa_train.models.gpt import GPT
+from fa_train.models.origin import Origin
 from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answers
 from scripts.generate import main
@@ -96,7 +97,7 @@ def test_a_model_that_shares_streams_in_training_generates_alone(cached):
     model = small()
     model.share_context("a group that does not exist")
     assert generate(model, PROMPT, max_new_tokens=6, cached=cached) == continuation(small(), 6)
-    assert all(isinstance(block.attention.attention, ContextAttention) for block in model.blocks)
+    assert all(isinstance(block.attention.attend, ContextAttention) for block in model.blocks)
 
 
 def test_the_model_and_torchs_random_numbers_stay_as_they_were():
@@ -107,7 +108,7 @@ def test_the_model_and_torchs_random_numbers_stay_as_they_were():
     generate(model, PROMPT, max_new_tokens=3, temperature=1.0)
     assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model(torch.tensor(PROMPT)), before, rtol=0, atol=0)
-    assert all(block.attention.attention is naive_attention for block in model.blocks)
+    assert all(block.attention.attend is naive_attention for block in model.blocks)
 
 
 @pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor])

@@ -5,15 +5,14 @@ In these tests, a state is the storage of a tensor that a block saves for its ba
 """
 
 import gc
-import mmap
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fa_train.memory import offload
-from fa_train.memory.offload import available_host_bytes, require_host_memory
+from fa_train.memory import host_memory, offload
+from fa_train.memory.host_memory import require_host_memory
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 from tests.support.marks import slow
 
@@ -87,16 +86,16 @@ def test_states_leave_the_device(checkpointing, compiled, device):
 
 def test_states_are_back_one_layer_ahead(device, monkeypatch):
     present = []
-    get = offload._State.get
+    get = offload._SavedStorage.get
 
     def watched(state):
-        below = state.below
-        present.append((state.storage is not None, all(other.storage is not None for other in below)))
+        previous = state.previous_block
+        present.append((state.storage is not None, all(other.storage is not None for other in previous)))
         storage = get(state)
-        present[-1] += (all(other.storage is not None for other in below),)
+        present[-1] += (all(other.storage is not None for other in previous),)
         return storage
 
-    monkeypatch.setattr(offload._State, "get", watched)
+    monkeypatch.setattr(offload._SavedStorage, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
     # When the backward gets a block's input, it also starts to copy the previous block's input to the device.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
@@ -106,7 +105,7 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
     """In the backward, device memory holds only the state of one block and the state that is being copied."""
     model = small_gpt(levers("full", offload=True), device, n_layers=6)
     alive = []
-    get = offload._State.get
+    get = offload._SavedStorage.get
 
     def watched(state):
         storage = get(state)
@@ -115,7 +114,7 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
         return storage
 
     counts = []
-    monkeypatch.setattr(offload._State, "get", watched)
+    monkeypatch.setattr(offload._SavedStorage, "get", watched)
     step(model, stream(device))
     assert counts == [1] * 6
 
@@ -199,13 +198,13 @@ def test_the_embedding_may_be_frozen(device):
 @pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # weights have dimensions of 32 (dim), 48 (ffn_dim) and 64 (qkv)
 def test_weights_stay_on_the_device(tokens, device, monkeypatch):
     """Weights are never offloaded, even if a dimension of a weight equals the number of tokens."""
-    sent, send = [], offload._State.send
+    sent, send = [], offload._SavedStorage.send
 
     def watched(state, *args):
         sent.append(state.storage.untyped_storage().data_ptr())
         return send(state, *args)
 
-    monkeypatch.setattr(offload._State, "send", watched)
+    monkeypatch.setattr(offload._SavedStorage, "send", watched)
     model = small_gpt(levers(offload="all"), device)
     step(model, stream(device, [tokens]))
     assert sent and not {p.untyped_storage().data_ptr() for p in model.parameters()} & set(sent)
@@ -249,11 +248,11 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
     with pytest.raises(ValueError, match=message):
         require_host_memory(4 * 2**30, 31 * 2**30, processes=8)
     require_host_memory(4 * 2**30, 32 * 2**30, processes=8)
-    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2 * STATE - 1)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * STATE - 1)
     model = small_gpt(levers(offload=True), device)
     with pytest.raises(ValueError, match=r"memory.offload=true needs 0.0 GiB of host memory; 0.0 GiB are available"):
         model(**stream(device))
-    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2 * STATE)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * STATE)
     model(**stream(device))
 
 
@@ -263,11 +262,11 @@ def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated
     model = small_gpt(EVERYTHING, device, n_layers=4)
-    monkeypatch.setattr(offload, "available_host_bytes", lambda: needed - model.offload.pool.nbytes - 1)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: needed - model.offload.pool.nbytes - 1)
     with pytest.raises(ValueError, match=r"memory.offload=all needs .* Choose .* or memory=offload$"):
         model(**stream(device))
     assert model.offload.pool.allocated == allocated // 3
-    monkeypatch.setattr(offload, "available_host_bytes", lambda: needed - model.offload.pool.nbytes)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: needed - model.offload.pool.nbytes)
     model(**stream(device))
 
 
@@ -276,45 +275,6 @@ def test_unknown_settings_are_named():
         levers(offload="some")
     with pytest.raises(ValueError, match=r"memory.offload=all needs memory.checkpointing=none; got full"):
         levers("full", offload="all")
-
-
-def test_available_host_memory_heeds_a_containers_limit(tmp_path):
-    assert 0 < available_host_bytes() < 2**50
-    assert offload._control_group_bytes(tmp_path) is None
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 30\ntotal_inactive_file 40\n")
-    (tmp_path / "memory.limit_in_bytes").write_text("1000\n")
-    (tmp_path / "memory.usage_in_bytes").write_text("200\n")
-    assert offload._control_group_bytes(tmp_path) == 1000 - (200 - 40)
-    (tmp_path / "memory.max").write_text("700\n")
-    (tmp_path / "memory.current").write_text("100\n")
-    assert offload._control_group_bytes(tmp_path) == 700 - (100 - 30)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.limit_in_bytes").unlink()
-    assert offload._control_group_bytes(tmp_path) is None
-
-
-def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
-    """A buffer's memory is registered when the buffer is made, and unregistered when it is freed."""
-    registered = {}
-
-    class Runtime:
-        def cudaHostRegister(self, address, nbytes, flags):
-            registered[address] = nbytes
-            return 0
-
-        def cudaHostUnregister(self, address):
-            del registered[address]
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    buffers = [offload._pinned(nbytes) for nbytes in (5000, 3)]
-    assert registered == {buffer.data_ptr(): buffer.numel() for buffer in buffers}
-    assert all(address % mmap.PAGESIZE == 0 for address in registered) and list(registered.values()) == [5000, 3]
-    del buffers
-    gc.collect()
-    assert not registered
 
 
 @pytest.mark.gpu

@@ -180,7 +180,7 @@ def test_the_input_may_be_frozen(device):
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
     """Checkpointing recomputes only the operations before the FFN."""
     calls = []
-    for name in ("apply_activation", "activation_backward"):
+    for name in ("activate_outside_autograd", "activation_backward"):
         function = getattr(tiled_ffn, name)
         monkeypatch.setattr(tiled_ffn, name, lambda *args, f=function, n=name, **kw: calls.append(n) or f(*args, **kw))
     model = small_gpt(levers(checkpointing, mlp_chunk=8), device, n_layers=2)
@@ -188,7 +188,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
         compile_blocks(model)
     step(model, stream(device))
     chunks = 2 * 24 // 8  # 2 layers, and 24 tokens in chunks of 8 tokens
-    assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
+    assert calls == ["activate_outside_autograd"] * chunks + ["activation_backward"] * chunks
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])

@@ -234,7 +234,7 @@ def test_flash_trains_under_autocast(device):
     results = {}
     for name in ("flash", "naive"):
         for block in model.blocks:
-            block.attention.attention = ATTENTIONS[name]
+            block.attention.attend = ATTENTIONS[name]
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(tokens, cu_seqlens, labels=labels)

@@ -117,7 +117,7 @@ def test_memory_levers_change_nothing(memory, activation):
 def calls(monkeypatch):
     """A list that gets the name of each function that computes a chunk's activations or their gradient."""
     calls = []
-    for name in ("apply_activation", "activation_backward"):
+    for name in ("activate_outside_autograd", "activation_backward"):
         function = getattr(tiled_adapters, name)
         count = partial(lambda f, n, *args, **kw: calls.append(n) or f(*args, **kw), function, name)
         monkeypatch.setattr(tiled_adapters, name, count)
@@ -133,14 +133,14 @@ def test_memory_levers_change_nothing_compiled(memory, calls):
     """
     assert_like_none(compile_blocks(small(memory)), "swiglu")
     chunks = 3 * 5 * (memory.mlp_chunk is not None)  # 3 layers, and 24 tokens in chunks of 5 tokens
-    assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
+    assert calls == ["activate_outside_autograd"] * chunks + ["activation_backward"] * chunks
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_each_chunk_is_computed_once_and_recomputed_once(checkpointing, calls):
     step(small(levers(checkpointing, mlp_chunk=8)), stream(CPU))
     chunks = 3 * 24 // 8  # 3 layers, and 24 tokens in chunks of 8 tokens
-    assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
+    assert calls == ["activate_outside_autograd"] * chunks + ["activation_backward"] * chunks
 
 
 def assert_like_none(model: GPT, activation: str) -> None:

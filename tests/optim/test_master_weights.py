@@ -174,7 +174,7 @@ def test_two_compiled_updates_serve_all_shapes(monkeypatch):
     """The update is compiled for one size first, and then a second time for all sizes that are multiples of 16."""
     torch._dynamo.reset()  # forget the shapes that earlier tests used
     counter = CompileCounter()
-    compiled = torch.compile(master_weights._update, fullgraph=True, backend=counter)
+    compiled = torch.compile(master_weights._update_tensors, fullgraph=True, backend=counter)
     monkeypatch.setattr(master_weights, "_compiled_update", compiled)
     model = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.Linear(48, 32), nn.LayerNorm(32)).bfloat16()
     with torch.compiler.set_stance("default"):

@@ -22,7 +22,7 @@ from fa_train.memory.memory import Levers
 from fa_train.parallel import rank_store
 from fa_train.parallel.decisions import compared_by_rank_zero, decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.parallel.ranks import TOLD
+from fa_train.parallel.ranks import DECISIONS
 from tests.support.processes import start_server
 from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import CONF, composed, tiny
@@ -60,7 +60,7 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(node, tmp_
 
 
 def test_the_launcher_tells_its_ranks_what_it_has_decided(monkeypatch):
-    monkeypatch.setenv(TOLD, '{"folder": "of_the_launcher"}')
+    monkeypatch.setenv(DECISIONS, '{"folder": "of_the_launcher"}')
     assert decided_by_rank_zero("folder", lambda: "of_this_rank") == "of_the_launcher"
     assert decided_by_rank_zero("ckpt_path", lambda: "of_this_rank") == "of_this_rank"
 

@@ -362,7 +362,7 @@ def test_groups_of_heads_reach_the_plan_and_the_attention(tmp_path, monkeypatch)
     lit_gpt.trainer = trainer
     lit_gpt.configure_model()
     assert [plan.run.head_groups for plan in planned] == [2]
-    assert {block.attention.attention.head_groups for block in lit_gpt.model.blocks} == {2}
+    assert {block.attention.attend.head_groups for block in lit_gpt.model.blocks} == {2}
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,12 @@ from fa_train.errors import DivergedError, OutOfMemoryError, RankFailedError
 from fa_train.parallel import communication, failures, launch, rank_store
 from fa_train.parallel.failures import failures_reported, kind_of
 from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.parallel.ranks import TOLD, ranks_to_start
+from fa_train.parallel.ranks import DECISIONS, ranks_to_start
 from tests.support.training import CONF, REPOSITORY, composed, quiet_environment, tiny
 
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NAME", "TORCHELASTIC_ERROR_FILE", TOLD)
+LAUNCHERS = (
+    "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NAME", "TORCHELASTIC_ERROR_FILE", DECISIONS,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -191,7 +193,7 @@ def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
     environment.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore the variable set by `launch`
     started = Mock(return_value=ended)
     environment.setattr(launch, "start_processes", started)
-    launch.launch(3, [], told={})
+    launch.launch(3, [], decisions={})
     environments: dict[int, dict[str, str]] = started.call_args.args[3]
     return environments
 
@@ -343,10 +345,10 @@ def test_what_follows_from_another_rank_is_told_apart():
 
 @pytest.mark.parametrize(("in_sweep", "out_of_memory"), [(True, True), (True, False), (False, True)])
 def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, tmp_path, monkeypatch):
-    def launched(n_ranks, arguments, told):
+    def launched(n_ranks, arguments, decisions):
         composing = ["hydra.searchpath=[b]", "hydra/job_logging=none", "~hydra.runtime.x", "hydra.job.num=7"]
         assert arguments == (["--config-dir=mine", *composing, "seq_len=8"] if in_sweep else sys.argv[1:])
-        assert told == {"folder": str(tmp_path), "sweep_group": "sweep" if in_sweep else None}
+        assert decisions == {"folder": str(tmp_path), "sweep_group": "sweep" if in_sweep else None}
         raise RankFailedError("rank 1 ran out of memory", out_of_memory=out_of_memory)
 
     of_launcher = ["hydra.mode=MULTIRUN", "hydra.sweep.dir=a", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
@@ -370,7 +372,7 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        pytest.param({TOLD: '{"folder": "/runs/of the launcher"}'}, "/runs/of the launcher", id="train.py"),
+        pytest.param({DECISIONS: '{"folder": "/runs/of the launcher"}'}, "/runs/of the launcher", id="train.py"),
         pytest.param({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, "/runs/of rank 0", id="torchrun"),
         pytest.param({}, "/runs/of this process", id="one-process"),
     ],
@@ -382,7 +384,7 @@ def test_ranks_use_one_folder(variables, expected, environment):
 
     for name, value in variables.items():
         environment.setenv(name, value)
-    environment.setattr(rank_store, "launched_ranks", lambda: "two" if "WORLD_SIZE" in variables else None)
+    environment.setattr(rank_store, "cluster_environment", lambda: "two" if "WORLD_SIZE" in variables else None)
     environment.setattr(rank_store, "decided_through_store", from_store)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         given = ["hydra.run.dir=/runs/${run_name}", "run_name=of this process", "hydra.mode=RUN"]

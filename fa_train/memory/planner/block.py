@@ -6,13 +6,23 @@ from fa_train.memory.planner.plan import LINEARS, Plan
 from fa_train.parallel.context.traffic import STEPS
 
 
-class Block:
-    """The sizes of one decoder block's tensors in bytes, and the peak bytes of each part of the block."""
+class BlockBytes:
+    """The sizes of one decoder block's tensors in bytes, and the peak bytes of each part of the block.
+
+    Example: the bytes per token that autograd saves in a compiled block of llama_1b, with trainer.precision=bf16-mixed:
+
+        attention_kept = 22660: the block's input in fp32 (8192), the norm's statistics (4) and output in bf16 (4096),
+                                q, k and v (6144), attention's output (4096) and lse (128)
+        ffn_kept       = 40964: the output projection's result (4096), the norm's statistics (4) and output (4096),
+                                and up(x), with gates and values (32768)
+
+    With checkpointing="selective", `saved` is 12416: the block's input, attention's output and lse.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.model, self.levers, self.run = plan, plan.model, plan.levers, plan.run
         model, run = plan.model, plan.run
-        t, c = run.tokens, run.compute_bytes
+        t, c = run.tokens, run.compute_bytes  # most sizes below are t * (number of channels) * (bytes per element)
         self.eager = run.eager
         self.x = t * model.dim * run.weight_bytes  # hidden states between blocks, or their gradient
         self.x_rounded = t * model.dim * c
@@ -20,7 +30,7 @@ class Block:
         self.q_full, self.kv_full = t * model.query_dim * 4, t * model.kv_dim * 4
         self.qkv = self.q + 2 * self.kv
         self.lse = t * model.heads.query * 4
-        self.hidden, self.up = t * model.ffn_dim * c, t * model.up_dim * c
+        self.ffn_hidden, self.projected = t * model.ffn_dim * c, t * model.up_dim * c
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
@@ -97,20 +107,20 @@ class Block:
         kept += self.normed if self.saves_input["up"] or self.levers.mlp_chunk else 0
         if self.levers.mlp_chunk and not keeps_up(self.plan):
             return kept + self.joined_adapters
-        return kept + self.up + self.activated_kept() + self.ffn_adapters
+        return kept + self.projected + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
         """Returns the bytes of the activations.
 
         In eager mode, the gate of a gated activation needs a second tensor of the same size.
         """
-        return self.hidden * (2 if self.model.gated and self.eager else 1)
+        return self.ffn_hidden * (2 if self.model.gated and self.eager else 1)
 
     def activated_kept(self) -> int:
         """Returns the bytes of saved activations. RecomputedFFN computes the activations again in the backward pass."""
         if self.plain_ffn:
             return 0
-        return self.activated() - (0 if self.saves_input["down"] else self.hidden)
+        return self.activated() - (0 if self.saves_input["down"] else self.ffn_hidden)
 
     def kept(self) -> int:
         """Returns the bytes that autograd saves for a block without activation checkpointing."""
@@ -132,15 +142,15 @@ class Block:
             stays += self.qk_statistics + (0 if worth_a_copy(self.kv, self.run.tokens, self.model.dim) else self.kv)
         return self.kept() - stays
 
-    def forward(self) -> dict[str, int]:
+    def forward_peaks(self) -> dict[str, int]:
         """Returns the peak bytes in each part of the block's forward, including the tensors that the block saves."""
         ffn = self._ffn_forward()
         if self.levers.checkpointing != "none":  # with checkpointing, each tensor is freed after its last use
-            activated = self.up + self.activated()
+            activated = self.projected + self.activated()
             ffn = self.saved() + 2 * self.x + (self._chunk_forward() if self.levers.mlp_chunk else activated)
         return {"attention": self._attention_forward(), "FFN": ffn}
 
-    def backward(self) -> dict[str, int]:
+    def backward_peaks(self) -> dict[str, int]:
         """Returns the peak bytes in each part of the block's backward, including the forward if it is recomputed."""
         recomputed = {}
         if self.levers.checkpointing != "none":
@@ -199,7 +209,7 @@ class Block:
         if self.levers.mlp_chunk or not self.plain_ffn:
             peak = held + self.x_rounded + self._chunk_forward()
         else:
-            peak = held + max(self.activated(), self.hidden + self.x_rounded)
+            peak = held + max(self.activated(), self.ffn_hidden + self.x_rounded)
         if self.converts and self.ffn_post_norm:  # the FFN's input and output, and the post-norm's output in fp32
             peak = max(peak, self.kept() + self.x + self.x_rounded + self.norm_input)
         return peak
@@ -232,11 +242,11 @@ class Block:
         if not self.levers.mlp_chunk:  # the backward pass recreates autocast's copy of the FFN's last weight
             recomputed = self.activated() + self.rounded_down()
             d_weight = 0 if self.run.adapters else self.down_weight * self.run.compute_bytes
-            of_operand = rounded + recomputed + self.hidden + d_weight
+            of_operand = rounded + recomputed + self.ffn_hidden + d_weight
             # compiled code holds the gradient of the FFN's last weight until the block's backward ends
             in_place = self.eager and self.run.gradients_in_place and self.run.ranks == 1
             its_own = 0 if in_place or self.run.adapters else self.down_weight * self.gradient_bytes
-            of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
+            of_factors = self.ffn_hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = 0 if self.run.adapters else (self.up_weight + self.down_weight) * 4
         adapters = self.run.adapters.ffn_joined * 4 if self.run.adapters else 0  # fp32 sums of the adapters' gradients
@@ -257,7 +267,7 @@ class Block:
         If `down` has an adapter, the activations get two gradients: one through the frozen weight, and one through
         LoRA's A. The sum of the two gradients is a third tensor. The activations are freed before the sum exists.
         """
-        hidden, x_rounded = self.hidden, self.x_rounded
+        hidden, x_rounded = self.ffn_hidden, self.x_rounded
         is_adapted = self.saves_input["down"]
         dequantized = self.run.compute_bytes if self.is_quantized else 0  # bytes per element of a dequantized weight
         of_activations = hidden + max(hidden, self.down_weight * dequantized) + (hidden if is_adapted else 0)

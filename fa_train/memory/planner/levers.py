@@ -12,7 +12,7 @@ from typing import Any, get_args
 from fa_train.bounds import Precision
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.memory import Levers
-from fa_train.memory.planner.block import Block, keeps_up
+from fa_train.memory.planner.block import BlockBytes, keeps_up
 from fa_train.memory.planner.plan import Plan, RunSize
 from fa_train.memory.planner.predict import Prediction, predict
 from fa_train.models.float8 import MULTIPLE
@@ -44,9 +44,15 @@ COMBINATIONS = [
 ] + [Levers("none", "all", mlp_chunk) for mlp_chunk in (None, MLP_CHUNK)]
 
 
-def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
-    """Returns whether the predicted memory fits in gpu_bytes on the GPU and host_bytes on the host."""
-    return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
+def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | None:
+    """Returns the fastest levers that fit, or None if no levers fit. `memory=auto` uses the result."""
+    candidates = combinations(plan)
+    fitting = [
+        (extra_seconds(candidate), index)
+        for index, candidate in enumerate(with_levers(plan, levers) for levers in candidates)
+        if fits(predict(candidate), gpu_bytes, host_bytes)
+    ]
+    return candidates[min(fitting)[1]] if fitting else None
 
 
 def combinations(plan: Plan) -> list[Levers]:
@@ -62,6 +68,34 @@ def combinations(plan: Plan) -> list[Levers]:
     if adapters is not None and adapters.has_dropout:
         supported = [levers for levers in supported if levers.checkpointing == "none" and levers.mlp_chunk is None]
     return supported
+
+
+def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
+    """Returns whether the predicted memory fits in gpu_bytes on the GPU and host_bytes on the host."""
+    return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
+
+
+def extra_seconds(plan: Plan) -> float:
+    """Estimates how many seconds the levers add to a micro-batch that is one document.
+
+    The additional time is spent on recomputing activations, and on waiting for copies between GPU and host.
+    """
+    levers, tokens = plan.levers, plan.run.tokens
+    qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
+    attention = 2 * tokens**2 * plan.model.query_dim / ATTENTION_FLOPS  # causal forward
+    projections = 2 * tokens * (qkv_weight + out_weight) / FLOPS
+    up, down = (2 * tokens * weight / FLOPS for weight in (up_weight, down_weight))
+    seconds = 0.0
+    if levers.checkpointing != "none":
+        seconds += projections + (0 if levers.mlp_chunk else up)
+    if levers.checkpointing == "full":
+        seconds += attention
+    if levers.mlp_chunk:
+        seconds += (0 if keeps_up(plan) else up) + LAUNCH * (tokens / levers.mlp_chunk)
+    if levers.offload:
+        forward, copy = attention + projections + up + down, BlockBytes(plan).offloaded() / LINK
+        seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
+    return plan.model.n_layers * seconds
 
 
 def with_levers(plan: Plan, levers: Levers) -> Plan:
@@ -102,40 +136,6 @@ def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 def smallest(plan: Plan) -> Levers:
     """Returns the combination of levers that needs the least GPU memory."""
     return min(combinations(plan), key=lambda levers: predict(with_levers(plan, levers)).gpu_bytes)
-
-
-def extra_seconds(plan: Plan) -> float:
-    """Estimates how many seconds the levers add to a micro-batch that is one document.
-
-    The additional time is spent on recomputing activations, and on waiting for copies between GPU and host.
-    """
-    levers, tokens = plan.levers, plan.run.tokens
-    qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
-    attention = 2 * tokens**2 * plan.model.query_dim / ATTENTION_FLOPS  # causal forward
-    projections = 2 * tokens * (qkv_weight + out_weight) / FLOPS
-    up, down = (2 * tokens * weight / FLOPS for weight in (up_weight, down_weight))
-    seconds = 0.0
-    if levers.checkpointing != "none":
-        seconds += projections + (0 if levers.mlp_chunk else up)
-    if levers.checkpointing == "full":
-        seconds += attention
-    if levers.mlp_chunk:
-        seconds += (0 if keeps_up(plan) else up) + LAUNCH * (tokens / levers.mlp_chunk)
-    if levers.offload:
-        forward, copy = attention + projections + up + down, Block(plan).offloaded() / LINK
-        seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
-    return plan.model.n_layers * seconds
-
-
-def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | None:
-    """Returns the fastest levers that fit, or None if no levers fit. `memory=auto` uses the result."""
-    candidates = combinations(plan)
-    fitting = [
-        (extra_seconds(candidate), index)
-        for index, candidate in enumerate(with_levers(plan, levers) for levers in candidates)
-        if fits(predict(candidate), gpu_bytes, host_bytes)
-    ]
-    return candidates[min(fitting)[1]] if fitting else None
 
 
 def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:

@@ -1,9 +1,24 @@
-"""Lists the moments of a training step, which are the points in time at which memory use can peak."""
+"""Lists the moments of a training step, which are the points in time at which memory use can peak.
+
+Each block saves tensors for its backward. A step of a model with three blocks, in order of time:
+
+| moment | method of `_Step` | blocks with saved tensors |
+|:--|:--|:--|
+| the last block's forward | around_the_loss | 3 |
+| the loss | around_the_loss | 3 |
+| the last norm's backward | around_the_loss | 3 |
+| the backward of the last, the second and the first block | backward_of_blocks | 3, 2, 1 |
+| the embedding's backward | embeddings_backward | 0 |
+| the optimizer's update | update | 0 |
+
+A run with strategy=fsdp has more moments: the end of each block's backward (ends_of_blocks), and the averaging of the
+gradients of the head, the embedding and the learned positions (averaging).
+"""
 
 from dataclasses import dataclass
 
 from fa_train.memory.offload import IN_FLIGHT
-from fa_train.memory.planner.block import Block
+from fa_train.memory.planner.block import BlockBytes
 from fa_train.memory.planner.optimizer import optimizer_working
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.sharded import Sharded
@@ -49,7 +64,7 @@ class _Step:
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run
         self.plan, self.model, self.run = plan, model, run
-        self.block, self.recomputes = Block(plan), levers.checkpointing != "none"
+        self.block, self.recomputes = BlockBytes(plan), levers.checkpointing != "none"
         self.fetches_early = self.recomputes or levers.offloads_all
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: frozen
         self.sharded = Sharded(plan)
@@ -57,31 +72,31 @@ class _Step:
         self.buckets = 0 if run.buckets == "none" else self.gradients
         # DDP's buckets, and gradients from earlier micro-batches of the step, exist before the backward pass
         earlier = self.sharded.whole_gradients or self.gradients
-        self.before = self.buckets + (earlier if run.accumulates else 0)
+        self.gradients_before_backward = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
         # The backward pass allocates this rank's shards of the gradients of the embedding and the positions, unless the
         # memory of all gradients is allocated before the backward pass.
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight, to which the embedding's gradient is later added if the weight is tied
-        self.of_head = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
+        self.head_gradient = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
         # FSDP2 shards the gradient of an untied head as soon as it exists
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
         # A batch has 3 int64 tensors, or 4 if ranks share the batch. The ranges in a schedule are 4 int32 tensors.
-        self.data = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
+        self.batch = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
         if run.context > 1:
             # for each window size, a rank holds int32 tensors: one Traffic, which says which keys are exchanged, and
             # two attention schedules
-            self.data += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
-        self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
+            self.batch += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
+        self.batch += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # If the embedding is frozen, the first norm has nothing to compute in the backward pass, and saves no input.
-        self.unsaved = (
+        self.unsaved_input = (
             self.block.norm_input if run.adapters and run.eager and not self.recomputes and not levers.offload else 0
         )
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
-        self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
+        self.in_flight = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
         # the GPU memory that unfinished copies to the host may hold after the last block's forward (offload=all only)
-        self.lagging = self.underway if levers.offloads_all else 0
+        self.in_flight_at_the_loss = self.in_flight if levers.offloads_all else 0
 
     def around_the_loss(self) -> list[Moment]:
         """Returns the memory use in the last block's forward, in the loss, and in the last norm's backward.
@@ -96,36 +111,36 @@ class _Step:
         last_norm = block.x + block.statistics + 2 * block.x
         if self.model.norm == "offset_rmsnorm":  # the last norm is never compiled, so it saves its input in fp32
             last_norm += self.run.tokens * self.model.dim * 4 - block.x
-        forward, in_forward = max(block.forward().items(), key=_nbytes)
+        forward, in_forward = max(block.forward_peaks().items(), key=_nbytes)
         return [
             Moment(
                 f"{forward} of the last block",
                 weights=sharded.weights_in_forward(),
-                gradients=self.before,
+                gradients=self.gradients_before_backward,
                 rounded_weights=(rounded_in_forward or rounded) + block.rounded_down(),
                 activations=self._activations(n_layers),
-                outside=self.data,
-                working=self.underway + in_forward - block.saved(),
+                outside=self.batch,
+                working=self.in_flight + in_forward - block.saved(),
             ),
             Moment(
                 "the loss",
                 weights=sharded.weights_at_the_loss(),
-                gradients=self.before,
+                gradients=self.gradients_before_backward,
                 rounded_weights=rounded_in_forward,
                 activations=self._activations(n_layers),
-                outside=self.data + last_norm,
+                outside=self.batch + last_norm,
                 loss=loss_bytes(self.plan),
-                working=self.lagging,
+                working=self.in_flight_at_the_loss,
             ),
             Moment(
                 "the last norm's backward",
                 weights=sharded.weights_after_the_head(),
-                gradients=self.before + self.head_shard + sharded.buffer_in_backward(n_layers),
+                gradients=self.gradients_before_backward + self.head_shard + sharded.buffer_in_backward(n_layers),
                 rounded_weights=rounded_in_forward,
                 activations=self._activations(n_layers),
-                outside=self.data + last_norm,
-                loss=self.of_head,
-                working=self.lagging,
+                outside=self.batch + last_norm,
+                loss=self.head_gradient,
+                working=self.in_flight_at_the_loss,
             ),
         ]
 
@@ -136,19 +151,19 @@ class _Step:
         block's weights, unless the memory of all gradients is allocated before the backward pass.
         """
         block = self.block
-        backward, in_backward = max(block.backward().items(), key=_nbytes)
+        backward, in_backward = max(block.backward_peaks().items(), key=_nbytes)
         return [
             Moment(
                 f"{backward} of the {which} block",
-                weights=self.sharded.weights_in_backward(left),
-                gradients=self._gradients_before(left) + self.sharded.buffer_in_backward(left),
-                rounded_weights=block.rounded_weights() * (1 if self.recomputes else left),
-                activations=self._activations(left),
-                outside=self.data,
-                loss=self.of_head,
-                working=self._fetched(left) + in_backward - block.saved(),
+                weights=self.sharded.weights_in_backward(unfinished),
+                gradients=self._gradients_at_start(unfinished) + self.sharded.buffer_in_backward(unfinished),
+                rounded_weights=block.rounded_weights() * (1 if self.recomputes else unfinished),
+                activations=self._activations(unfinished),
+                outside=self.batch,
+                loss=self.head_gradient,
+                working=self._fetched(unfinished) + in_backward - block.saved(),
             )
-            for which, left in self._some_blocks()
+            for which, unfinished in self._some_blocks()
         ]
 
     def embeddings_backward(self) -> Moment:
@@ -161,7 +176,7 @@ class _Step:
             gradients=(self.sharded.whole_gradients or self._gradients_of_others())
             + self.sharded.buffer_in_backward(0)
             + self.sharded.positions_gradient(),
-            outside=self.data,
+            outside=self.batch,
             working=self.block.x + gradients,
         )
 
@@ -174,16 +189,16 @@ class _Step:
         return [
             Moment(
                 f"the end of the {which} block's backward",
-                weights=sharded.weights_in_backward(left),
-                gradients=self._gradients_before(left)
-                + sharded.buffer_in_backward(left)
+                weights=sharded.weights_in_backward(unfinished),
+                gradients=self._gradients_at_start(unfinished)
+                + sharded.buffer_in_backward(unfinished)
                 + sharded.gradients_of_block(),
-                activations=self._activations(left) - self.block.saved(),
-                outside=self.data,
-                loss=self.of_head,
-                working=self._fetched(left) + self.block.x,  # the gradient of the block's input
+                activations=self._activations(unfinished) - self.block.saved(),
+                outside=self.batch,
+                loss=self.head_gradient,
+                working=self._fetched(unfinished) + self.block.x,  # the gradient of the block's input
             )
-            for which, left in self._some_blocks()
+            for which, unfinished in self._some_blocks()
         ]
 
     def averaging(self) -> list[Moment]:
@@ -193,23 +208,23 @@ class _Step:
             Moment(
                 "the averaging of the head's gradient",
                 weights=sharded.weights_after_the_head(),
-                gradients=self.before + sharded.averaged_head(),
+                gradients=self.gradients_before_backward + sharded.averaged_head(),
                 activations=self._activations(n_layers),
                 # the input and statistics of the last norm, and the gradient of its output
-                outside=self.data + block.x + block.statistics + block.x,
-                loss=self.of_head,
-                working=self.lagging,
+                outside=self.batch + block.x + block.statistics + block.x,
+                loss=self.head_gradient,
+                working=self.in_flight_at_the_loss,
             ),
             Moment(
                 "the averaging of the embedding's gradient",
                 weights=sharded.positions,
                 gradients=self._gradients_of_others() + sharded.averaged_embedding() + sharded.positions_gradient(),
-                outside=self.data,
+                outside=self.batch,
             ),
             Moment(
                 "the averaging of the positions' gradient",
                 gradients=self.gradients - self.positions_shard + sharded.averaged_positions(),
-                outside=self.data,
+                outside=self.batch,
             ),
         ]
 
@@ -218,47 +233,47 @@ class _Step:
         return Moment(
             "the optimizer",
             gradients=self.gradients * (2 if self.run.buckets == "copies" else 1),
-            outside=self.data,
+            outside=self.batch,
             working=optimizer_working(self.plan),
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
         """Returns the first two and the last two blocks, because one of these blocks has the highest peak.
 
-        Each result is a pair (name of a block, left). `left` is the number of blocks that have not finished their
-        backward, including the named block. Apart from the first and the last block, the peak memory changes by the
-        same amount from each block to the next. A block in the middle therefore never has the highest peak.
+        Each result is a pair (name of a block, unfinished). `unfinished` is the number of blocks that have not finished
+        their backward, including the named block. Apart from the first and the last block, the peak memory changes by
+        the same amount from each block to the next. A block in the middle therefore never has the highest peak.
         """
         n_layers = self.model.n_layers
-        lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
-        return [(which, left) for left, which in lefts.items() if 1 <= left <= n_layers]
+        named = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
+        return [(which, unfinished) for unfinished, which in named.items() if 1 <= unfinished <= n_layers]
 
-    def _activations(self, left: int) -> int:
+    def _activations(self, unfinished: int) -> int:
         """Returns the bytes that blocks have saved and not offloaded.
 
-        left: the number of blocks that have not finished their backward. A finished block holds no saved tensors.
+        unfinished: the number of blocks that have not finished their backward. Only these blocks hold saved tensors.
         """
-        return left * self.block.saved() - (left - 1) * self.block.offloaded() - self.unsaved
+        return unfinished * self.block.saved() - (unfinished - 1) * self.block.offloaded() - self.unsaved_input
 
-    def _fetched(self, left: int) -> int:
+    def _fetched(self, unfinished: int) -> int:
         """Returns the bytes that are fetched from the host in advance, for the next block's backward."""
-        return self.block.offloaded() if self.fetches_early and left > 1 else 0
+        return self.block.offloaded() if self.fetches_early and unfinished > 1 else 0
 
     def _gradients_of_others(self) -> int:
         """Returns the bytes of the gradients that exist before the embedding's backward."""
         return self.all_gradients - self.embedding_shard - self.positions_shard
 
-    def _gradients_before(self, left: int) -> int:
+    def _gradients_at_start(self, unfinished: int) -> int:
         """Returns the bytes of the gradients and of DDP's buckets that exist when the backward of a block begins.
 
-        left: the number of blocks that have not finished their backward, including the block whose backward begins.
+        unfinished: the number of blocks that have not finished their backward, including the block that begins it.
         """
         if self.run.gradients_in_place:
             return self.sharded.whole_gradients or self.all_gradients
         of_block = sum(block_sizes(self.model)) * self.run.weight_bytes // self.run.ranks
         if self.run.adapters:  # frozen weights have no gradients
             of_block = self.gradients // self.model.n_layers
-        return self.buckets + (self.model.n_layers - left) * of_block + self.head_shard
+        return self.buckets + (self.model.n_layers - unfinished) * of_block + self.head_shard
 
 
 def _nbytes(item: tuple[str, int]) -> int:

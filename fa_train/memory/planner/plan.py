@@ -15,13 +15,6 @@ Buckets = Literal["none", "views", "copies"]
 LINEARS = ("qkv", "out", "up", "down")  # the linear layers of a block
 
 
-def require_precision(precision: str) -> None:
-    """Raises: ValueError if `precision` is not one of the values of `Precision`."""
-    known = get_args(Precision)
-    if precision not in known:
-        raise ValueError(f"trainer.precision must be one of {', '.join(known)}; got {precision}")
-
-
 @dataclass(frozen=True)
 class Adapters:
     """The sizes of a model's LoRA adapters (fa_train.models.lora).
@@ -150,3 +143,10 @@ class Plan:
     model: ModelConfig
     levers: Levers
     run: RunSize
+
+
+def require_precision(precision: str) -> None:
+    """Raises: ValueError if `precision` is not one of the values of `Precision`."""
+    known = get_args(Precision)
+    if precision not in known:
+        raise ValueError(f"trainer.precision must be one of {', '.join(known)}; got {precision}")

@@ -11,7 +11,7 @@ The formulas assume matrix products in bf16 or fp32, even with lit_gpt.float8.
 
 from dataclasses import dataclass
 
-from fa_train.memory.planner.block import Block
+from fa_train.memory.planner.block import BlockBytes
 from fa_train.memory.planner.moments import Moment, moments_of
 from fa_train.memory.planner.optimizer import optimizer_bytes
 from fa_train.memory.planner.plan import Plan
@@ -94,5 +94,5 @@ def predict(plan: Plan) -> Prediction:
         working=largest.working,
         libraries=LIBRARIES,
         overhead=CONTEXT + int(FRAGMENTATION * (weights + optimizer + largest.total())),
-        host=host + (plan.model.n_layers - 1) * Block(plan).offloaded(),
+        host=host + (plan.model.n_layers - 1) * BlockBytes(plan).offloaded(),
     )

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import torch
 
+from fa_train.memory.host_memory import available_host_bytes, require_host_memory
 from fa_train.memory.memory import Levers
-from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
     longest_of_all_levers,

@@ -67,26 +67,29 @@ class Sharded:
         """Returns the bytes of gathered weights after the head's backward, including the last block's weights."""
         return self.root + self.block * (1 if self.resharded else self.n_layers)
 
-    def weights_in_backward(self, left: int) -> int:
-        """Returns the bytes of gathered weights. left: the number of blocks that have not finished their backward."""
-        blocks = min(2, left) if self.resharded else left
+    def weights_in_backward(self, unfinished: int) -> int:
+        """Returns the bytes of gathered weights during the backward of a block.
+
+        unfinished: the number of blocks that have not finished their backward.
+        """
+        blocks = min(2, unfinished) if self.resharded else unfinished
         # during the first block's backward, FSDP2 gathers the preceding group: the learned positions or the embedding
         before = self.positions or self.embedding
-        return self.root + self.block * blocks + (before if left == 1 else 0)
+        return self.root + self.block * blocks + (before if unfinished == 1 else 0)
 
     def weights_in_embedding(self) -> int:
         """Returns the bytes of gathered weights in the embedding's backward."""
         return self.root + self.embedding + self.positions
 
-    def buffer_in_backward(self, left: int) -> int:
+    def buffer_in_backward(self, unfinished: int) -> int:
         """Returns the bytes of the averaging buffer during the backward pass.
 
-        left: the number of blocks that have not finished their backward.
+        unfinished: the number of blocks that have not finished their backward.
         With reduce_once and several micro-batches, the result is 0, because `whole_gradients` still counts freed
         gradients of the same size as the buffer.
         """
         before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before blocks' gradients
-        elements = before if left == self.n_layers else self.trained_block
+        elements = before if unfinished == self.n_layers else self.trained_block
         return 0 if self.whole_gradients else elements * REDUCED_BYTES
 
     def positions_gradient(self) -> int:

@@ -13,7 +13,7 @@ from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import ModelConfig
-from fa_train.models.gpt import GPT, Origin
+from fa_train.models.gpt import GPT
 from fa_train.models.hf.families import FAMILIES, WITH_IMAGES, Layout, scaling_fields, text_part, understood
 from fa_train.models.hf.weights import (
     INDEX,
@@ -28,6 +28,7 @@ from fa_train.models.hf.weights import (
     write_json,
     write_weights,
 )
+from fa_train.models.origin import Origin
 from fa_train.models.rope import DynamicNTKScaling, LinearScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
@@ -114,7 +115,7 @@ def load_pretrained(
         dtypes = stored_dtypes(stored_tensors(model, places, folder, layout))
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name))
-    model.sources = [partial(_read, places=places, pretrained=str(pretrained), layout=layout)]
+    model.initialisers = [partial(_read, places=places, pretrained=str(pretrained), layout=layout)]
     if not on_meta:
         model.materialise(device)
     return model

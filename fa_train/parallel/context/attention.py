@@ -39,7 +39,7 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
     )
     own = schedule_of_ranges(t.own_start, t.own_end, t.kept.shape[0], length_class)
     sizes, counts = torch.tensor(t.sizes), torch.tensor(t.counts)
-    moves = Moves(t.crossing, t.sent, t.kept, t.kept_rows, t.taken, t.shared, t.entries, t.offsets, sizes, counts)
+    moves = Moves(t.crossing, t.sent, t.kept, t.kept_rows, t.taken, t.summed, t.entries, t.offsets, sizes, counts)
     return SharedSchedule(crossing, own, moves)
 
 

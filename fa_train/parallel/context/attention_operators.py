@@ -59,6 +59,23 @@ class Context(NamedTuple):
     options: Options
 
 
+class _Call(NamedTuple):
+    """What a forward or a backward pass needs, besides tensors with one row per token.
+
+    crossing, own: the runs over the schedules SharedSchedule.crossing and SharedSchedule.own.
+    """
+
+    crossing: Run
+    own: Run
+    moves: Moves
+    counts: Counts
+    group: str
+
+    def of_heads(self, heads: slice) -> "_Call":
+        """Returns a copy of this call that processes only the query heads in `heads`."""
+        return self._replace(crossing=self.crossing.of_heads(heads), own=self.own.of_heads(heads))
+
+
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
@@ -139,30 +156,20 @@ def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context
 ) -> tuple[Tensor, Tensor]:
     """Computes context_forward."""
-    moves, (group, *_, head_groups) = context.moves, context.options
-    counts = moves.read_counts()
-    runs = _runs(context, sinks, counts)
+    call, head_groups = _call_of(context, sinks), context.options.head_groups
     if head_groups == 1:
-        return _forward(q, k, v, *runs, moves, counts, group)
+        return _forward_of_group(q, k, v, call)
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for queries, kv in groups:
-        crossing, own = (run.of_heads(queries) for run in runs)
-        o[:, queries], lse[queries] = _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moves, counts, group)
+        of_group = call.of_heads(queries)
+        o[:, queries], lse[queries] = _forward_of_group(q[:, queries], k[:, kv], v[:, kv], of_group)
     return o, lse
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    crossing: Run,
-    own: Run,
-    moves: Moves,
-    counts: Counts,
-    group: str,
-) -> tuple[Tensor, Tensor]:
+def _forward_of_group(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     """Returns o and lse of one head group."""
+    crossing, own, moves, counts, group = call
     if not counts.exchanges:
         return own.forward(q, k, v)
     if not counts.splits:
@@ -172,7 +179,7 @@ def _forward(
     o, lse = own.forward(q, k, v)  # runs during the exchange
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     del exchange  # frees the rows that were sent and received
-    (crossing_q,) = _crossing_rows([q], moves, counts)
+    (crossing_q,) = _crossing_rows([q], call)
     crossing_o, crossing_lse = crossing.forward(crossing_q, keys, values)
     rows = moves.crossing[: counts.crossing]
     copy_rows([crossing_o], [o], to_rows=rows)
@@ -226,51 +233,38 @@ def _attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes context_backward."""
-    moves, (group, *_, head_groups) = context.moves, context.options
-    counts = moves.read_counts()
-    runs = _runs(context, sinks, counts)
+    call, head_groups = _call_of(context, sinks), context.options.head_groups
     if head_groups == 1:
-        return _backward(do, q, k, v, o, lse, *runs, moves, counts, group, deterministic)
+        return _backward_of_group(do, q, k, v, o, lse, call, deterministic)
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = []
     for queries, kv in groups:
-        crossing, own = (run.of_heads(queries) for run in runs)
-        dq[:, queries], dk[:, kv], dv[:, kv], dsinks_of_group = _backward(
+        dq[:, queries], dk[:, kv], dv[:, kv], dsinks_of_group = _backward_of_group(
             do[:, queries].contiguous(), q[:, queries], k[:, kv], v[:, kv], o[:, queries].contiguous(), lse[queries],
-            crossing, own, moves, counts, group, deterministic,
+            call.of_heads(queries), deterministic,
         )  # fmt: skip
         dsinks.append(dsinks_of_group)
     return dq, dk, dv, torch.cat(dsinks)
 
 
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    crossing: Run,
-    own: Run,
-    moves: Moves,
-    counts: Counts,
-    group: str,
-    deterministic: bool,
+def _backward_of_group(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: _Call, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv and dsinks of one head group."""
+    crossing, own, moves, counts, group = call
     if not counts.exchanges:
         return own.backward(do, q, k, v, o, lse, deterministic)
     if not counts.splits:
-        return _backward_in_one_run(do, q, k, v, o, lse, crossing, moves, counts, group, deterministic)
+        return _backward_in_one_run(do, q, k, v, o, lse, call, deterministic)
     exchange = start_gathering([k, v], moves, group)
     # own.backward runs while keys are exchanged. In own.backward, queries that see keys of other ranks add nothing to
     # dk and dv. But dsinks is already complete, because dsinks depends only on do, o and lse.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     del exchange
-    crossing_q, crossing_do = _crossing_rows([q, do], moves, counts)
-    (crossing_o,) = _crossing_rows([o], moves, counts)
+    crossing_q, crossing_do = _crossing_rows([q, do], call)
+    (crossing_o,) = _crossing_rows([o], call)
     crossing_lse = lse.index_select(1, moves.crossing[: counts.queries])
     crossing_dq, *of_buffer, _ = crossing.without_sinks().backward(
         crossing_do, crossing_q, keys, values, crossing_o, crossing_lse, deterministic
@@ -282,22 +276,13 @@ def _backward(
 
 
 def _backward_in_one_run(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    run: Run,
-    moves: Moves,
-    counts: Counts,
-    group: str,
-    deterministic: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: _Call, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv and dsinks of one head group if all queries read the buffer of gathered keys.
 
     Kernels run during the exchanges if memory allows it.
     """
+    run, _, moves, counts, group = call
     during_gathering, during_returning = overlaps(moves, counts)
     exchange = start_gathering([k, v], moves, group)
     keys, values = with_own_rows([k, v], moves, counts.rows)
@@ -374,9 +359,9 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
     return [(slice(i * queries, (i + 1) * queries), slice(i * kv, (i + 1) * kv)) for i in range(groups)]
 
 
-def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
-    """Returns one Run with the schedule SharedSchedule.crossing, and one Run with SharedSchedule.own."""
-    schedules, alibi, _, (_, softmax_scale, softcap, length_class, _) = context
+def _call_of(context: Context, sinks: Tensor | None) -> _Call:
+    schedules, alibi, moves, (group, softmax_scale, softcap, length_class, _) = context
+    counts = moves.read_counts()
     features = Features(softmax_scale, softcap, sinks, alibi)
 
     def run(schedule: Sequence[Tensor], alibi: Sequence[Tensor]) -> Run:
@@ -387,7 +372,7 @@ def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, 
     of_crossing = list(alibi[:n_alibi])
     of_crossing[1:] = [x[: counts.queries] for x in of_crossing[1:]]
     crossing = run(used_part(schedules[:n_tensors], counts.queries, counts.rows), of_crossing)
-    return crossing, run(schedules[n_tensors:], alibi[n_alibi:])
+    return _Call(crossing, run(schedules[n_tensors:], alibi[n_alibi:]), moves, counts, group)
 
 
 def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
@@ -404,13 +389,14 @@ def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
     return exchanged <= 2 * spare + counts.rows, exchanged <= 2 * spare
 
 
-def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[Tensor]:
+def _crossing_rows(xs: Sequence[Tensor], call: _Call) -> list[Tensor]:
     """Returns the rows of the crossing queries (see `Traffic`), followed by copies of row 0 whose results are not used.
 
     Shapes: one or two tensors (local, heads, head_dim) -> (counts.queries, heads, head_dim).
     """
-    results = [x.new_empty(counts.queries, *x.shape[1:]) for x in xs]
-    copy_rows(xs, results, from_rows=moves.crossing[: counts.queries])
+    n_queries = call.counts.queries
+    results = [x.new_empty(n_queries, *x.shape[1:]) for x in xs]
+    copy_rows(xs, results, from_rows=call.moves.crossing[:n_queries])
     return results
 
 

@@ -21,7 +21,7 @@ CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # padding is at most this fraction of a stream's tokens, except with the smallest chunk size
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible numbers of consecutive chunks in a swap
-TRIED = 32  # for each length in `RUN_LENGTHS`, `exchange` compares at most this number of swaps
+TRIED = 32  # for each length in `RUN_LENGTHS`, `balance` compares at most this number of swaps
 # The cost of a swap is the number of additional chunks of keys that a rank receives, plus FIXED_COST. Because of
 # FIXED_COST, one large swap costs less than several small swaps.
 FIXED_COST = 4
@@ -55,6 +55,25 @@ class Deal:
         return self.owner[positions // self.chunk_size]
 
 
+def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = True) -> Deal:
+    """Assigns the tokens of a stream to ranks. The result is the same on every rank.
+
+    boundaries: (n_docs + 1,), the start of each document and the end of the last document, in tokens. The last document
+    may end before `total`.
+    balanced: whether all ranks get about the same work. If balanced is False, shares are contiguous. Contiguous shares
+    are best if all layers have windows, because each token then has about the same work.
+    """
+    size = chunk_size_for(total, ranks)
+    padded = padded_total(total, ranks, size)
+    if balanced and (whole := deal_whole_documents(boundaries, padded, ranks)) is not None:
+        return whole
+    owner = np.arange(padded // size) * ranks // (padded // size)
+    if balanced:
+        start, end = causal_ranges(boundaries, padded)
+        balance(owner, *work_of_chunks(start, end, size), ranks)
+    return Deal(owner, size, ranks)
+
+
 def chunk_size_for(total: int, ranks: int) -> int:
     """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`.
 
@@ -71,26 +90,7 @@ def padded_total(total: int, ranks: int, chunk_size: int) -> int:
     return -(-total // (ranks * chunk_size)) * ranks * chunk_size
 
 
-def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = True) -> Deal:
-    """Assigns the tokens of a stream to ranks. The result is the same on every rank.
-
-    boundaries: (n_docs + 1,), the start of each document and the end of the last document, in tokens. The last document
-    may end before `total`.
-    balanced: whether all ranks get about the same work. If balanced is False, shares are contiguous. Contiguous shares
-    are best if all layers have windows, because each token then has about the same work.
-    """
-    size = chunk_size_for(total, ranks)
-    padded = padded_total(total, ranks, size)
-    if balanced and (whole := whole_documents(boundaries, padded, ranks)) is not None:
-        return whole
-    owner = np.arange(padded // size) * ranks // (padded // size)
-    if balanced:
-        start, end = causal_ranges(boundaries, padded)
-        exchange(owner, *work_of_chunks(start, end, size), ranks)
-    return Deal(owner, size, ranks)
-
-
-def whole_documents(boundaries: np.ndarray, total: int, ranks: int) -> Deal | None:
+def deal_whole_documents(boundaries: np.ndarray, total: int, ranks: int) -> Deal | None:
     """Assigns whole documents to ranks, or returns None if that is not possible. boundaries: as for deal.
 
     total: the number of tokens of the padded stream. The tokens after the last document are distributed so that all
@@ -119,7 +119,7 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
 
 
 def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the arguments `work` and `first` of `exchange`. Each chunk has `size` tokens.
+    """Returns the arguments `work` and `first` of `balance`. Each chunk has `size` tokens.
 
     start, end: from causal_ranges.
     If chunk i contains only padding, work[i] is 0 and first[i] is i + 1, so received_chunks counts no keys for chunk i.
@@ -128,7 +128,7 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
     return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
 
 
-def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
+def balance(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
     """Swaps runs of consecutive chunks in `owner` until no rank has much more work than the mean, or no swap helps.
 
     A rank may have at most `1 + TOLERANCE` times the mean work. In each swap, the rank with the most work and a second
@@ -138,7 +138,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
     work per additional chunk of received keys. A swap can include several chunks, because a rank that gets all chunks
     of a document need not send the document's keys.
 
-    owner: (n_chunks,), as in Deal. `exchange` changes the array `owner` in place.
+    owner: (n_chunks,), as in Deal. `balance` changes the array `owner` in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
     first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. If the queries of chunk i see
     no key, first[i] is i + 1.
@@ -211,7 +211,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Returns how many chunks of keys a rank must receive from other ranks if it holds the chunks in `held`.
 
-    Shapes: held (..., n_chunks) bool -> (...,). first: as for exchange.
+    Shapes: held (..., n_chunks) bool -> (...,). first: as for balance.
     """
     n_chunks = held.shape[-1]
     rows, chunks = np.nonzero(held.reshape(-1, n_chunks))

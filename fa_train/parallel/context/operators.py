@@ -66,7 +66,7 @@ class Moves(NamedTuple):
     kept: Tensor
     kept_rows: Tensor
     taken: Tensor
-    shared: Tensor
+    summed: Tensor
     entries: Tensor
     offsets: Tensor
     sizes: Tensor
@@ -232,7 +232,7 @@ def finish_returning(
         copy_rows(ds, [part[part.shape[0] - counts.kept :] for part in exchange.parts], from_rows=rows)
     exchange.wait()
     parts = exchange.parts
-    add_rows(totals, parts, moves.shared[: counts.shared], moves.entries, moves.offsets[: counts.shared + 1])
+    add_rows(totals, parts, moves.summed[: counts.summed], moves.entries, moves.offsets[: counts.summed + 1])
     return list(totals)
 
 

@@ -41,6 +41,27 @@ class Traffic(NamedTuple):
     `total` is the number of tokens in the padded stream. `local` is the number of the rank's own tokens. `capacity` is
     buffer_rows(total, total). Tensors are padded, so that their shapes do not depend on the lengths of documents. A
     compiled model is therefore not compiled again for other document lengths.
+
+    Example: two ranks share one document of 8 tokens, which is cut into chunks of 2 tokens.
+
+        position in the stream    0 1 2 3 4 5 6 7
+        rank that holds it        0 0 1 1 1 1 0 0
+        index within the rank     0 1 0 1 2 3 2 3
+
+    The traffic of rank 0, without padding, if attention runs twice:
+
+        own_start = [0, 0, 2, 3]     the queries at positions 0 and 1 see only keys of rank 0,
+        own_end   = [1, 2, 2, 3]     and the ranges of the crossing queries are empty
+        crossing  = [2, 3]           the queries at positions 6 and 7 see keys of rank 1
+        key_start = [0, 0]           the buffer has one row for each of the 8 keys, in stream order
+        key_end   = [7, 8]
+        kept      = [0, 1, 2, 3]     rank 0 copies its own keys
+        kept_rows = [0, 1, 6, 7]     to these rows of the buffer
+        taken     = [2, 3, 4, 5]     the keys that rank 1 sends go to these rows
+        sent      = [0, 1]           the queries of rank 1 see the keys at positions 0 and 1
+        summed    = [0, 1, 2, 3]     tokens 0 and 1 get gradients from rank 1 and from rank 0's own buffer,
+        offsets   = [0, 2, 4, 5, 6]  tokens 2 and 3 only from rank 0's own buffer
+        entries   = [0, 2, 1, 3, 4, 5]
     """
 
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
@@ -54,9 +75,9 @@ class Traffic(NamedTuple):
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, the indices of this rank's tokens that get gradients from `entries`, ascending
+    summed: Tensor  # (local,) int32, the indices of this rank's tokens that get gradients from `entries`, ascending
     # entries: (total,) int32, the indices of the gradient rows (see `_returns`) that are added for the tokens in
-    # `shared`. All indices for the first token in `shared` come before the indices for the second token.
+    # `summed`. All indices for the first token in `summed` come before the indices for the second token.
     entries: Tensor
     offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
@@ -67,7 +88,7 @@ class Counts(NamedTuple):
     """How many entries of the padded tensors of Traffic are used.
 
     rows: the number of rows of the buffer. keys: the number of rows that hold a key; all other rows are 0.
-    shared: the number of tokens in the tensor Traffic.shared. kept: the number of tokens in the tensor Traffic.kept.
+    summed: the number of tokens in the tensor Traffic.summed. kept: the number of tokens in the tensor Traffic.kept.
     crossing: the number of queries that read the buffer. queries: `crossing` rounded up.
     splits: whether only the queries that see keys of other ranks read the buffer (1), or all queries read it (0).
     exchanges: whether ranks exchange keys (1 or 0). Ranks exchange keys if `may_split` is false or any query sees keys
@@ -77,7 +98,7 @@ class Counts(NamedTuple):
 
     rows: int
     keys: int
-    shared: int
+    summed: int
     kept: int
     crossing: int
     queries: int
@@ -110,14 +131,14 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     before = np.append(0, needed.cumsum())  # for each stream position, the number of earlier keys that are needed
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
-    shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
+    summed, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
     received = np.bincount(owner[owner != rank], minlength=deal.ranks)
     n_keys, capacity = len(buffered), buffer_rows(deal.total, deal.total)
     n_queries = query_rows(len(crossing), n_own) if splits else n_own
     counts = Counts(
         rows=buffer_rows(n_keys, deal.total),
         keys=n_keys,
-        shared=len(shared),
+        summed=len(summed),
         kept=len(kept),
         crossing=len(crossing),
         queries=n_queries,
@@ -134,7 +155,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
         kept=_filled(kept, n_own),
         kept_rows=_filled(before[mine[kept]], n_own),
         taken=_filled(arriving, capacity),
-        shared=_filled(shared, n_own),
+        summed=_filled(summed, n_own),
         entries=_filled(entries, deal.total),
         offsets=_filled(offsets, n_own + 1),
         sizes=[[len(tokens) for tokens in sent], received.tolist()],
@@ -173,15 +194,15 @@ def own_ranges(
 
 
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns `shared`, `entries` and `offsets` of Traffic.
+    """Returns `summed`, `entries` and `offsets` of Traffic.
 
     One tensor holds all gradient rows that must be added. The first rows of this tensor are the gradients that other
     ranks send back, in the order of `sent`. The remaining rows are the gradients in this rank's own buffer, in the
     order of `kept`.
     """
     tokens = np.concatenate([sent, kept])
-    shared, numbers = np.unique(tokens, return_counts=True)
-    return shared, np.argsort(tokens, kind="stable"), np.append(0, numbers.cumsum())
+    summed, numbers = np.unique(tokens, return_counts=True)
+    return summed, np.argsort(tokens, kind="stable"), np.append(0, numbers.cumsum())
 
 
 def buffer_rows(n_keys: int, total: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fa_train.memory.memory import Levers
-from fa_train.memory.planner.block import Block
+from fa_train.memory.planner.block import BlockBytes
 from fa_train.memory.planner.levers import (
     COMBINATIONS,
     combinations,
@@ -319,7 +319,7 @@ def test_the_plan_counts_all_rows_of_the_largest_buffer(context, total):
     rows = max(Counts(*traffic(dealt, boundaries, rank, None).counts).rows for rank in range(context))
     plan = changed(LLAMA_1B, ranks=context, context=context, seq_len=total)
     nbytes = 2 * rows * plan.model.kv_dim * plan.run.compute_bytes
-    assert total <= rows and nbytes <= Block(plan)._gathered()
+    assert total <= rows and nbytes <= BlockBytes(plan)._gathered()
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
@@ -327,7 +327,7 @@ def test_ranks_that_share_a_sequence_hold_a_longer_one(context):
     alone = changed(LLAMA_1B, ranks=context, seq_len=8192)
     shared = changed(alone, context=context, seq_len=8192 * context)
     assert predict(shared).activations == predict(alone).activations
-    attention = [Block(plan).backward()["attention's backward"] for plan in (shared, alone)]
+    attention = [BlockBytes(plan).backward_peaks()["attention's backward"] for plan in (shared, alone)]
     assert attention[0] > attention[1], "gathered keys and values need memory"
     longest = longest_seq_len(alone, H200, HOST)
     assert longest < longest_seq_len(shared, H200, HOST) <= context * longest

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fa_kernels.flash_attention.backend import backward_workspace
-from fa_train.memory import offload
+from fa_train.memory import host_memory
 from fa_train.memory.memory import Levers
-from fa_train.memory.planner.block import Block
+from fa_train.memory.planner.block import BlockBytes
 from fa_train.memory.planner.levers import COMBINATIONS, with_levers
 from fa_train.memory.planner.optimizer import optimizer_bytes
 from fa_train.memory.planner.plan import Plan
@@ -64,7 +64,7 @@ RECORDED = {
 def gather(monkeypatch: pytest.MonkeyPatch, plan: Plan, keys: int) -> None:
     """Makes the planner predict the peak of a rank whose buffers hold the keys and values of `keys` tokens."""
     nbytes = 2 * keys * plan.model.kv_dim * plan.run.compute_bytes // plan.run.head_groups
-    monkeypatch.setattr(Block, "_gathered", lambda block: nbytes)
+    monkeypatch.setattr(BlockBytes, "_gathered", lambda block: nbytes)
 
 
 @pytest.mark.parametrize("measured", [pytest.param(measured, id=name) for name, measured in RECORDED.items()])
@@ -370,8 +370,8 @@ def test_the_host_memory_of_offload_all_is_what_a_forward_takes(qk_norm, mlp_chu
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
     with as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
-        take = offload.HostPool.take
-        patch.setattr(offload.HostPool, "take", lambda pool, n: taken.append(n) or take(pool, n))
+        take = host_memory.HostPool.take
+        patch.setattr(host_memory.HostPool, "take", lambda pool, n: taken.append(n) or take(pool, n))
         model(tokens, labels=tokens)
     assert predict(plan).host == sum(taken)
 
@@ -426,7 +426,18 @@ def test_the_workspace_of_attentions_backward_depends_on_the_kernel(arch, head_d
     assert backward_workspace(head_dim, dtype, softcap, arch) == 4 * elements
 
 
+def test_the_example_in_the_docstring_of_block_bytes():
+    plan = changed(LLAMA_1B, seq_len=1, compiled=True)
+    kept = BlockBytes(plan)
+    saved = BlockBytes(changed(plan, checkpointing="selective")).saved()
+    assert f"attention_kept = {kept.attention_kept()}" in str(BlockBytes.__doc__)
+    assert f"ffn_kept       = {kept.ffn_kept()}" in str(BlockBytes.__doc__)
+    assert f"`saved` is {saved}" in str(BlockBytes.__doc__)
+
+
 def test_the_planner_asks_for_the_workspace_of_its_gpu():
     plan = changed(LLAMA_1B, n_layers=1, checkpointing="full", vocab_size=40, seq_len=2**15)
-    hopper, ampere = (Block(changed(plan, arch=arch)).backward()["attention's backward"] for arch in ("sm90", "sm80"))
+    hopper, ampere = (
+        BlockBytes(changed(plan, arch=arch)).backward_peaks()["attention's backward"] for arch in ("sm90", "sm80")
+    )
     assert hopper - ampere == 2**15 * 32 * 4 * (2 + 64)

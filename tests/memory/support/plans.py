@@ -9,7 +9,7 @@ import torch
 
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Levers, Memory
-from fa_train.memory.planner.block import Block
+from fa_train.memory.planner.block import BlockBytes
 from fa_train.memory.planner.plan import Adapters, Plan, RunSize
 from fa_train.memory.planner.predict import GIB, predict
 from fa_train.models.attention import Attention, flash_attention
@@ -119,7 +119,7 @@ def kept_per_layer(plan: Plan) -> int:
 
     The result includes copies of the block's weights.
     """
-    block = Block(plan)
+    block = BlockBytes(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
     return block.saved() - block.offloaded() + rounded
 

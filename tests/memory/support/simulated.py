@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fa_kernels.flash_attention import checks
 from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_train.memory import host_memory
 from fa_train.memory import loss as loss_module
 from fa_train.memory import offload as offload_module
 from fa_train.memory import tiled_adapters as tiled_adapters_module
@@ -182,7 +183,7 @@ def as_on_a_gpu() -> Iterator[None]:
     def nf4_weight(parts: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype)
 
-    def take(pool: offload_module.HostPool, nbytes: int) -> Tensor:
+    def take(pool: host_memory.HostPool, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=HOST)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -190,13 +191,13 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.setattr(tiled_mlp_module, "add_product", add_product)
         patch.setattr(tiled_adapters_module, "add_product", add_product)
         patch.setattr(tiled_adapters_module, "nf4_weight", nf4_weight)
-        patch.setattr(offload_module.HostPool, "take", take)
+        patch.setattr(host_memory.HostPool, "take", take)
         patch.setattr(
             offload_module,
             "_is_same_tensor",
             lambda saved, x: saved.untyped_storage()._cdata == x.untyped_storage()._cdata,
         )
-        patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
+        patch.setattr(host_memory, "available_host_bytes", lambda: 2**60)
         patch.setattr(checks, "require_backend", lambda *_: None)  # nothing is computed
         patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))

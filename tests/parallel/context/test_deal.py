@@ -16,9 +16,9 @@ from fa_train.parallel.context.deal import (
     causal_ranges,
     chunk_size_for,
     deal,
+    deal_whole_documents,
     possible_swaps,
     received_chunks,
-    whole_documents,
     work_of_chunks,
 )
 from fa_train.parallel.context.traffic import traffic
@@ -138,7 +138,7 @@ def test_no_document_is_cut(lengths, ranks, tail, small_work):
     total = -(-(sum(lengths) + tail) // ranks) * ranks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_module, "SMALL_WORK", small_work)
-        dealt = whole_documents(boundaries, total, ranks)
+        dealt = deal_whole_documents(boundaries, total, ranks)
     if dealt is None:
         return
     assert dealt.total == total
@@ -163,7 +163,7 @@ def test_no_document_is_cut(lengths, ranks, tail, small_work):
 def test_documents_are_cut_if_necessary(lengths, ranks, why, monkeypatch):
     monkeypatch.setattr(whole_module, "SMALL_WORK", 0)
     boundaries = boundaries_of(lengths)
-    assert whole_documents(boundaries, -(-sum(lengths) // ranks) * ranks, ranks) is None, why
+    assert deal_whole_documents(boundaries, -(-sum(lengths) // ranks) * ranks, ranks) is None, why
 
 
 def test_many_different_lengths():
@@ -179,7 +179,7 @@ def test_swaps_balance_work_and_then_tokens():
     lengths = np.random.default_rng(0).lognormal(7, 0.8, 2000).astype(int) + 1
     ends = lengths.cumsum()
     boundaries = np.append(0, np.append(ends[ends < 131_072], 131_072))
-    assert whole_documents(boundaries, 131_072, 4) is not None
+    assert deal_whole_documents(boundaries, 131_072, 4) is not None
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,12 +209,12 @@ def test_each_swap_reduces_the_excess(documents, weight, max_lengths):
 def test_empty_documents_change_nothing():
     lengths = np.random.default_rng(0).integers(64, 513, 455).tolist()
     total = -(-sum(lengths) // 8) * 8
-    deals = [whole_documents(boundaries_of(lengths + [0] * n), total, 8) for n in (0, 20_000)]
+    deals = [deal_whole_documents(boundaries_of(lengths + [0] * n), total, 8) for n in (0, 20_000)]
     assert np.array_equal(deals[0].owner, deals[1].owner)
 
 
 def test_padding_fills_shares():
-    dealt = whole_documents(np.array([0, 300, 600, 900]), 1200, 3)
+    dealt = deal_whole_documents(np.array([0, 300, 600, 900]), 1200, 3)
     assert np.array_equal(np.sort(dealt.owner[:900:300]), [0, 1, 2])
     assert np.array_equal(np.bincount(dealt.owner[900:]), [100, 100, 100])
 

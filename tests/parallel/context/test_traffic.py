@@ -1,6 +1,8 @@
 """Tests which keys the ranks of a context group send and receive, and the schedule of these keys."""
 
 import itertools
+import json
+import re
 
 import numpy as np
 import pytest
@@ -12,9 +14,34 @@ from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, schedule_o
 from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.attention import shared_schedule
-from fa_train.parallel.context.deal import causal_ranges, deal
-from fa_train.parallel.context.traffic import MAX_CROSSING, STEP, STEPS, Counts, buffer_rows, query_rows, traffic
+from fa_train.parallel.context.deal import Deal, causal_ranges, deal
+from fa_train.parallel.context.traffic import (
+    MAX_CROSSING,
+    STEP,
+    STEPS,
+    Counts,
+    Traffic,
+    buffer_rows,
+    query_rows,
+    traffic,
+)
 from tests.parallel.context.support.documents import DOCUMENTS, WINDOWS, boundaries_of, visible
+
+
+def test_the_example_in_the_docstring_of_traffic(monkeypatch):
+    monkeypatch.setattr(traffic_module, "MIN_PAIRS", 0)
+    monkeypatch.setattr(traffic_module, "MAX_CROSSING", 1)
+    dealt = Deal(owner=np.array([0, 1, 1, 0]), chunk_size=2, ranks=2)
+    plan = traffic(dealt, np.array([0, 8]), 0, None)
+    counts, (n_sent, n_taken) = Counts(*plan.counts), map(sum, plan.sizes)
+    lengths = dict.fromkeys(("crossing", "key_start", "key_end"), counts.crossing)
+    lengths |= dict.fromkeys(("kept", "kept_rows"), counts.kept)
+    lengths |= {"summed": counts.summed, "offsets": counts.summed + 1, "entries": n_sent + counts.kept}
+    lengths |= {"own_start": 4, "own_end": 4, "sent": n_sent, "taken": n_taken}
+    documented = re.findall(r"(\w+) += (\[[\d, ]*\])", Traffic.__doc__)
+    assert {name: json.loads(values) for name, values in documented} == {
+        name: getattr(plan, name)[:length].tolist() for name, length in lengths.items()
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -81,12 +108,12 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(
         enough = np.count_nonzero(mask) >= min_pairs * ranks
         few = max(n_crossing) == 0 or (enough and max(n_crossing) <= max_crossing * len(own))
         assert counts.splits == (splits and few)
-        shared, offsets = plan.shared[: counts.shared], plan.offsets[: counts.shared + 1]
-        assert torch.all(shared.diff() > 0) and torch.all(offsets.diff() > 0)
+        summed, offsets = plan.summed[: counts.summed], plan.offsets[: counts.summed + 1]
+        assert torch.all(summed.diff() > 0) and torch.all(offsets.diff() > 0)
         parts = [plan.sent[: sum(plan.sizes[0])], plan.kept[: counts.kept * counts.splits]]
         assert offsets[0] == 0 and offsets[-1] == sum(map(len, parts))
         again = torch.cat(parts)[plan.entries[: offsets[-1]].long()]
-        assert torch.equal(again, shared.repeat_interleave(offsets.diff())), "each part returns to its token"
+        assert torch.equal(again, summed.repeat_interleave(offsets.diff())), "each part returns to its token"
         for first, last in itertools.pairwise(offsets.tolist()):
             assert torch.all(plan.entries[first:last].diff() > 0), "sums have one order"
 

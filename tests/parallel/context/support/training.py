@@ -94,7 +94,7 @@ class SinkGPT(GPT):
     def _add_modules(self, attention: Attention, memory: Memory) -> None:
         super()._add_modules(attention, memory)
         for block in self._blocks():
-            block.attention.attention = WithSinks(self.config.n_heads)
+            block.attention.attend = WithSinks(self.config.n_heads)
 
     def _distributions(self) -> Iterator[tuple[str, Distribution]]:
         yield from super()._distributions()
@@ -103,7 +103,7 @@ class SinkGPT(GPT):
     def share_context(self, group: str, head_groups: int = 1) -> None:
         attention = ContextAttention(flash_attention, group, head_groups)
         for block in self._blocks():
-            cast(WithSinks, block.attention.attention).attention = attention
+            cast(WithSinks, block.attention.attend).attention = attention
 
 
 class GradientRecorder(Recorder):
