@@ -37,7 +37,6 @@ from fa_train.run_config import in_sweep, to_container
 from fa_train.silence import silence_libraries
 
 SHARDING = ("replicas", "reshard_after_forward", "reduce_once", "context", "head_groups")  # settings of strategy=fsdp
-WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of scheduler=warmup_cosine
 
 silence_libraries()
 
@@ -69,7 +68,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
-    if cfg.scheduler._target_ == WARMUP_COSINE and "lr" in cfg.optimizer:
+    if "warmup_steps" in cfg.scheduler and "lr" in cfg.optimizer:
         warning = unfinished_warmup(
             warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
         )
