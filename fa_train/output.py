@@ -1,4 +1,4 @@
-"""Prints to terminals and files whose encoding lacks some characters, and to pipes whose reader has ended."""
+"""Prints to files whose encoding lacks some characters, and to pipes whose reading program has ended."""
 
 import io
 import os
@@ -40,13 +40,13 @@ def outlive_readers() -> None:
 
 
 class _Output(io.FileIO):
-    """The file behind stdout or stderr."""
+    """The file of stdout or stderr. Discards output once the program that reads the output has ended."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # also for prints that do not use sys.stdout
+            os.dup2(nowhere, self.fileno())  # also discards output that bypasses sys.stdout
             os.close(nowhere)
             return len(data)

@@ -10,8 +10,8 @@ A run's settings are checked in this order. Each check relies on the checks abov
 | preflight.plan_of | settings that the model does not support | torch, and the model without weights |
 | memory.planner.run.plan_memory | a run that does not fit in memory | the GPU |
 
-`check` calls the first two, and `require_start` calls the third. train.py calls both before it starts any rank.
-fa_train.training calls the last two on each rank.
+`check` runs the first two checks, and `require_start` runs the third check. train.py calls `check` and `require_start`
+before it starts any rank. fa_train.training runs the last two checks on each rank.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
-    own = json.dumps(to_container(cfg, resolve=False), default=str)  # ${oc.env:RANK} may have other values elsewhere
+    own = json.dumps(to_container(cfg, resolve=False), default=str)  # the value of ${oc.env:RANK} differs by rank
     compared_by_rank_zero("settings", own, partial(require_equal_settings, own))
     decided_by_rank_zero("logger", partial(require_wandb, config))
 

@@ -1,4 +1,4 @@
-"""Hides messages of libraries that are wrong or useless in a run of train.py."""
+"""Hides library messages that are wrong or useless in a run of train.py."""
 
 import logging
 import warnings

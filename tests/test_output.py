@@ -1,4 +1,4 @@
-"""Tests prints to a stdout whose encoding lacks some characters, or whose reader has ended."""
+"""Tests prints to a stdout whose encoding lacks some characters, and to a pipe whose reading program has ended."""
 
 import os
 import subprocess

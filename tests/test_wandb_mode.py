@@ -131,7 +131,7 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
 
 
 def test_only_rank_0_needs_a_key(tmp_path, monkeypatch):
-    """A rank that must log online would wait without an end if it asked a question that rank 0 does not answer."""
+    """All ranks must ask rank 0 the same questions, because a rank waits for each answer."""
     questions = []
 
     def answer(question, decide):

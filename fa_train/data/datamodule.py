@@ -104,7 +104,7 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def min_vocab_size(self) -> int:
-        """The number of embeddings that a model needs at least (fa_train.data.tokens.tokenizer.HFTokenizer)."""
+        """The smallest number of embeddings that a model may have (fa_train.data.tokens.tokenizer.HFTokenizer)."""
         return max(getattr(source, "min_vocab_size", source.vocab_size) for source in self.sources.values())
 
     def accumulation(self, world_size: int, context: int = 1) -> int:
@@ -239,7 +239,7 @@ class PackedDataModule(L.LightningDataModule):
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         report = self.report(rows.layouts)
         trainer.print(report.text())
-        if self._rows_per_epoch is None:  # later, a callback of rank 0 alone may ask for a loader
+        if self._rows_per_epoch is None:  # a callback of rank 0 alone may ask for a second loader
             require_same_documents(report.metrics(), trainer.strategy.broadcast(report.metrics()), trainer.global_rank)
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
@@ -276,7 +276,7 @@ class PackedDataModule(L.LightningDataModule):
         """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
         The method compares the entries `settings`, `counts` (the numbers of rows) and `sources` (the sources of a
-        mixture), in this order. The result names only the differences of the first entry that differs.
+        mixture), in this order. The comparison stops at the first entry with differences.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))

@@ -1,4 +1,4 @@
-"""Host memory: how much is available, and buffers in pinned memory, to which a GPU copies without waiting."""
+"""Finds how much host memory is available, and allocates pinned buffers for asynchronous copies to and from a GPU."""
 
 import mmap
 import weakref

@@ -11,11 +11,11 @@ Copies run on a side stream while blocks compute. With offload=true and four blo
 
 A copy to the host starts after the compute stream has written the tensor. With offload=true, the compute stream waits
 for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits for the copies of
-block `i` before block `i + IN_FLIGHT + 1` starts. When the compute stream has waited for the copies of a block, the GPU
-memory of the copied tensors is freed. The memory for a copy back to the GPU is allocated on the compute stream, which
-later waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies run in order on one
-stream, so a buffer is never overwritten before it has been read. The host never waits. Tensor.record_stream is not
-used, because it would delay the freeing of memory by a time that depends on the host.
+block `i` before block `i + IN_FLIGHT + 1` starts. The GPU memory of a block's copied tensors is freed after the compute
+stream has waited for the block's copies. The memory for a copy back to the GPU is allocated on the compute stream,
+which later waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies run in order
+on one stream, so a buffer is never overwritten before it has been read. The host never waits. Tensor.record_stream is
+not used, because it would delay the freeing of memory by a time that depends on the host.
 """
 
 from collections import deque
@@ -246,7 +246,7 @@ class _SavedView:
 
 
 class _Pack:
-    """The pack hook of saved_tensors_hooks, which replaces the tensors that a block saves by a `_SavedView` each.
+    """The pack hook of saved_tensors_hooks. Replaces each offloaded tensor of a block by a `_SavedView`.
 
     With offload=true, the hook replaces only the block's input. With offload=all, the hook replaces every large tensor
     that has one row per token. autograd owns each `_SavedView` and `_SavedStorage`, and frees both together with its

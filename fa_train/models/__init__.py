@@ -1,6 +1,6 @@
 """A decoder model for packed streams of tokens, its LoRA adapters, and its Hugging Face checkpoints.
 
-Read `GPT.forward` in gpt.py first. It calls the other files.
+Read `GPT.forward` in gpt.py first.
 
 | file | what it has |
 |:--|:--|
@@ -11,6 +11,7 @@ Read `GPT.forward` in gpt.py first. It calls the other files.
 | attention.py | the four attention functions |
 | ffn.py, norms.py | the other layers of a block |
 | initial.py, shards.py | initial weights, and this rank's part of them |
-| lora.py, nf4.py, float8.py | adapters, 4-bit weights and float8, which replace the linear layers of blocks |
+| lora.py, nf4.py, float8.py | adapters, 4-bit weights and float8 matmuls for the linear layers of blocks |
+| autocast.py | the dtype of matmuls under torch's autocast |
 | origin.py, hf/ | checkpoints of Hugging Face transformers |
 """

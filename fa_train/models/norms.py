@@ -46,10 +46,10 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 
 
 def zeros_to_add(x: Tensor) -> Tensor:
-    """Returns zeros that the first block adds to its input, if blocks add later (fa_train.models.gpt.Block).
+    """Returns zeros that the first block adds to its input.
 
-    The first block has no previous block whose FFN output it could add. With zeros, all blocks use the same compiled
-    graph.
+    If blocks add later (see fa_train.models.gpt.Block), each later block adds the FFN output of the block before it.
+    Because the first block adds zeros, all blocks use the same compiled graph.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
     return zero.expand(x.shape).contiguous()  # the result is not a leaf, so autograd does not store its gradient

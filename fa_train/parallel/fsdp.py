@@ -1,7 +1,7 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups, each before
-its forward pass. `shard` makes these groups:
+Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups. A group is
+gathered before its forward pass. `shard` makes these groups:
 
 | group | dtype with bf16-mixed | how long the gathered weights exist |
 |:--|:--|:--|

@@ -78,9 +78,10 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
 def compared_through_store(
     ranks: ClusterEnvironment, question: str, own: str, compare: Callable[[int, str], None]
 ) -> None:
-    """Compares the texts of all ranks on rank 0, as fa_train.parallel.decisions.compared_by_rank_zero.
+    """Implements fa_train.parallel.decisions.compared_by_rank_zero with torch's TCPStore.
 
-    Every rank gets the error of rank 0. Otherwise, rank 0 would wait for a rank that has ended with its own error.
+    Every rank raises the error of rank 0. If ranks raised their own errors, rank 0 might wait for a rank that has
+    ended.
     """
     store, others = _store(), range(1, ranks.world_size())
     key = _key(question, str(_ASKED[question] + 1), "text")

@@ -17,7 +17,7 @@ def test_ctrl_c_before_training_is_one_line(capsys):
 
 
 def started():
-    """Returns the callback of a run that has started, and the object whose received_sigterm ends the run."""
+    """Returns the callback of a started run, and Lightning's signal connector, whose received_sigterm ends the run."""
     connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
     trainer = SimpleNamespace(
         world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),

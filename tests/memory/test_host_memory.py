@@ -1,4 +1,4 @@
-"""Host memory for pinned copies is on separate pages, which forked processes do not inherit, and heeds limits."""
+"""Tests that forked processes do not inherit pinned buffers, and that a container's memory limit is respected."""
 
 import gc
 import mmap

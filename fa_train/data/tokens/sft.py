@@ -66,7 +66,7 @@ class ChatEncoder:
             raise ValueError("data.tokenizer must be a tokenizer with a chat template; got null, which means bytes")
         self.tokenizer: Tokenizer = tokenizer
         self._hf = tokenizer.hf
-        self.name = chat_template or tokenizer.name  # of the template, for error messages
+        self.name = chat_template or tokenizer.name  # the template's name, for error messages
         if not self._hf.is_fast:
             raise ValueError(
                 f"data.tokenizer must be a fast tokenizer, because slow tokenizers return no token offsets; "

@@ -203,7 +203,7 @@ class TokenizedCorpus:
     def require_embeddings(self, n_embeddings: int) -> None:
         """Raises: ValueError if the corpus has a token that is not below n_embeddings.
 
-        All tokens are read only if the tokenizer has more tokens than the model has embeddings.
+        The method reads the corpus only if the tokenizer has more tokens than the model has embeddings.
         """
         if n_embeddings >= self.vocab_size:
             return

@@ -1,6 +1,6 @@
 """Predicts how much memory a training step needs, and finds settings with which the step fits in memory.
 
-The files in the order of the calls, from the public function down:
+The table lists the type `Plan`, and then the files from the public function `plan_memory` down to the formulas:
 
 | file | what it does |
 |:--|:--|

@@ -9,6 +9,6 @@ The files in the order in which a micro-batch passes through them:
 | shard.py | gives a rank its tokens and its traffic | data worker |
 | attention.py | replaces the model's attention function by `ContextAttention` | every layer |
 | attention_operators.py | runs flash attention once or twice, while keys are exchanged | every layer |
-| operators.py | exchanges keys, and returns the gradients of keys | every layer |
+| operators.py | sends keys to other ranks, and sends gradients back to the keys' ranks | every layer |
 | runs.py | calls the kernels for one run of flash attention | every layer |
 """

@@ -60,9 +60,10 @@ class Context(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a forward or a backward pass needs, besides tensors with one row per token.
+    """The inputs of a forward or a backward pass, except the tensors with one row per token.
 
-    crossing, own: the runs over the schedules SharedSchedule.crossing and SharedSchedule.own.
+    crossing: the run of flash attention with the schedule SharedSchedule.crossing. own: the run with
+    SharedSchedule.own.
     """
 
     crossing: Run

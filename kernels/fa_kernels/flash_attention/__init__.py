@@ -1,22 +1,23 @@
-"""Flash attention. docs/attention.md explains the algorithm; a call of a public function runs these modules in order:
+"""Flash attention. docs/attention.md explains the algorithm. A call of a public function runs these modules in order:
 
-    interface.py       the public functions. checks.py checks their arguments, and features.py groups them.
+    interface.py       the public functions. checks.py checks their arguments, and features.py groups their options.
     schedule.py        says which keys each query sees. On a GPU, schedule_kernel.py computes the schedule.
     ops.py             makes attention differentiable, and visible to torch.compile and profilers.
     backend.py         chooses the kernels. launch/record.py repeats the launches of an earlier call.
-    portable/          the Triton kernels for all GPUs: forward.py, and backward.py with delta.py.
+    portable/          the Triton kernels for all GPUs.
     hopper/            the Gluon kernels for sm_90.
 
 flash_attn_with_kvcache (kvcache.py) calls portable/cache.py and portable/decode.py without a schedule.
 
 The portable and the Hopper kernels share the following modules:
 
-    masks.py           which blocks of keys a tile of queries visits, and which of these blocks need a mask
     tile_order.py      which tile and head each program processes
-    scores.py          soft cap and ALiBi
+    scores.py          the soft cap, and ALiBi, which only the portable kernels support
+    delta.py           delta, a term of the backward pass
     nan_isolation.py   keeps NaN of one document away from other documents
     structure.py       groups of named values in kernels
 
-tiles.py holds the tile sizes of the portable kernels. In a kernel's file, the functions that the kernel calls come
-first, then the kernel, then the function that launches the kernel.
+Only the portable kernels use masks.py (which blocks of keys a tile of queries visits, and which of these blocks need a
+mask), softmax.py (the online softmax) and tiles.py (the tile sizes). In a kernel's file, the functions that the kernel
+calls come first, then the kernel, then the function that launches the kernel.
 """

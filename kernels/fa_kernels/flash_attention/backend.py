@@ -31,7 +31,7 @@ CHOICES = ("auto", "portable", "hopper")
 
 
 def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:
-    """Returns whether a call runs on the Hopper kernels. supported: whether they support the call."""
+    """Returns whether a call runs on the Hopper kernels. supported: whether the Hopper kernels support the call."""
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}; got {choice}")

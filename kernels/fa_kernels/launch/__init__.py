@@ -1,4 +1,4 @@
-"""Launches of kernels in little host time.
+"""Records and repeats kernel launches, which saves host time.
 
 record.py             records the launches of a call, and repeats them for other tensors of the same shapes
 triton_launcher.py    Triton's private launcher, which record.py calls

@@ -122,7 +122,7 @@ def _repeat_or_run(
     function: Callable[..., tuple[Tensor, ...]],
     arguments: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
-    """Returns function(*arguments). If the key has a recording, repeats its launches instead of calling `function`."""
+    """Returns function(*arguments). If `key` has a recording, repeats the recorded launches instead."""
     known = _KEYS.get(key)
     failure = None
     try:
@@ -213,7 +213,7 @@ def _may_record() -> bool:
 
 
 def _say_once(failure: str) -> None:
-    """Logs the first failure to record a call, not with warnings.warn, because users can turn warnings into errors."""
+    """Logs the first recording failure. warnings.warn is not used, because users can turn warnings into errors."""
     global _SAID
     if not _SAID:
         _SAID = True

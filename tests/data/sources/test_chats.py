@@ -76,7 +76,7 @@ def test_a_system_prompt_may_have_its_own_column():
 
 
 def test_a_system_prompt_may_be_empty():
-    """A chat template may write a default system prompt only if the chat has none, as that of Qwen 2.5 does."""
+    """An empty system prompt prevents the default system prompt of a chat template, such as that of Qwen 2.5."""
     for role in ("system", "developer"):
         messages = [chat_message(role, ""), QUESTION, ANSWER]
         assert parse_chat({"messages": messages}, "").messages == messages
@@ -93,7 +93,7 @@ def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
 def test_marks_of_trained_messages_are_accepted():
     marked = [QUESTION | {"weight": 0, "train": False}, ANSWER | {"weight": 1, "train": True}]
     assert parse_chat({"messages": marked}, "").messages == [QUESTION, ANSWER]
-    human = {"from": "human", "value": "2 + 2?", "train": False}  # as in the documentation of axolotl
+    human = {"from": "human", "value": "2 + 2?", "train": False}  # the format in axolotl's documentation
     sharegpt = {"conversations": [human, {"from": "gpt", "value": "is 4.", "train": True}]}
     assert parse_chat(sharegpt, "").messages == [QUESTION, ANSWER]
 

@@ -37,7 +37,8 @@ class DqSum:
 def _add_item(item, item_number, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
     """Computes dQ of each step of an item, and adds dQ to the sum in global memory.
 
-    item_number: the number of items that this program has already processed. done: the number of steps in these items.
+    item_number: the number of items that this program has already processed.
+    done: the number of steps of all earlier items of this program.
     dq_order: the mbarriers of dq_order.py, or None if the order of additions may vary.
     Returns `done` plus the number of steps of this item.
     """

@@ -118,7 +118,7 @@ def locate_item(
     """Returns the work item with the given index. `ranges` holds the range of queries that see each key.
 
     The first query of the item is rounded down to a multiple of `ALIGNMENT`, so that TMA can load lse and delta of a
-    step. The fused kernel also needs steps that begin at a block of the sum of dQ.
+    step. In the fused kernel, each step must also begin at the first query of a block of the sum of dQ.
     """
     tile, kv_head = tile_order.locate(index)
     first = tile * BLOCK_N
@@ -291,7 +291,8 @@ def _produce_item(
 ):
     """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this function.
 
-    item_number: the number of items that this program has already loaded. done: the number of steps in these items.
+    item_number: the number of items that this program has already loaded.
+    done: the number of steps of all earlier items of this program.
     Returns `done` plus the number of steps of this item, and a ticket for the next item of this program (queue.py). The
     ticket is 0 if counter_ptr is None.
     """

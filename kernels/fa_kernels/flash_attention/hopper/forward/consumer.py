@@ -74,7 +74,7 @@ def _visit_first(
     """Processes the first block of keys that this consumer visits.
 
     This function adds nothing to o, because there is no P V of an earlier block. The consumer visits the blocks from
-    `begin` to `stop - 1`. If there is a second block, this function also waits until its K has arrived.
+    `begin` to `stop - 1`. If there is a second block, this function also waits until K of that block has arrived.
     """
     k, q = work.rings.k, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -206,9 +206,10 @@ def _consume_item(
 ):  # fmt: skip
     """Computes the attention of 64 queries of an item.
 
-    item_number: the number of items that this program has already processed. block_number: the number of blocks in
-    these items. Returns `block_number` plus the number of blocks in this item. to_log2: the result of
-    softmax.scale_to_log2.
+    item_number: the number of items that this program has already processed.
+    block_number: the number of blocks in all earlier items of this program.
+    to_log2: the result of softmax.scale_to_log2.
+    Returns `block_number` plus the number of blocks in this item.
     """
     rings, ranges = work.rings, work.ranges
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]

@@ -32,7 +32,8 @@ PER_ROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 def accumulator_layout(n):
     """Returns the layout of a warpgroup's accumulator [64, n].
 
-    The arguments are: version 3 of the tensor cores (Hopper), 4 warps along the rows, 16 x n elements per warp.
+    The arguments of the layout are version 3 of the tensor cores (Hopper), 4 warps along the rows, and 16 x n elements
+    per warp.
     """
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
 
