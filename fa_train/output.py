@@ -1,5 +1,6 @@
-"""Prints to files whose encoding lacks some characters, and to pipes whose reading program has ended."""
+"""Prints to files whose encoding lacks some characters, and to pipes and terminals that nothing reads any more."""
 
+import errno
 import io
 import os
 import sys
@@ -20,7 +21,7 @@ def replace_unprintable() -> None:
 
 
 def outlive_readers() -> None:
-    """Makes this process discard its output once the program that reads the output has ended.
+    """Makes this process discard its output once the terminal is closed, or the program that reads a pipe has ended.
 
     In `python train.py | tee log`, Ctrl-C ends tee first. A print would then raise a BrokenPipeError, which could end
     the run in the middle of an update of the weights.
@@ -40,12 +41,14 @@ def outlive_readers() -> None:
 
 
 class _Output(io.FileIO):
-    """The file of stdout or stderr. Discards output once the program that reads the output has ended."""
+    """The file of stdout or stderr. Discards output once nothing can read it any more."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is closed
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # also discards output that bypasses sys.stdout
             os.close(nowhere)

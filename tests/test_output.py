@@ -63,3 +63,15 @@ def test_train_outlives_the_reader_of_its_output(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_process_outlives_its_terminal(tmp_path):
+    terminal, stdout = os.openpty()
+    program = "import fa_train.output as x; x.outlive_readers(); print(1, flush=True); input(); print(2, flush=True)"
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE)
+    os.close(stdout)
+    assert os.read(terminal, 1) == b"1"
+    os.close(terminal)
+    _, errors = process.communicate(b"\n", timeout=60)
+    assert (process.returncode, errors) == (0, b"")

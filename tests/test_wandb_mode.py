@@ -134,16 +134,12 @@ def test_only_rank_0_needs_a_key(tmp_path, monkeypatch):
     """All ranks must ask rank 0 the same questions, because a rank waits for each answer."""
     questions = []
 
-    def answer(question, decide):
-        questions.append(question)
-        return decide() if question == "settings" else None
-
     monkeypatch.setattr("wandb.login", Mock(return_value=False))
-    monkeypatch.setattr(run_config, "decided_by_rank_zero", answer)
+    monkeypatch.setattr(run_config, "decided_by_rank_zero", lambda question, decide: questions.append(question))
     for mode in ("online", "offline"):
         with composed(tmp_path, *tiny(tmp_path, "logger=wandb", f"logger.mode={mode}")) as cfg:
             run_config.require_start(cfg, 1)
-    assert questions == 2 * ["settings", "logger"]
+    assert questions == 2 * ["logger"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Saves a checkpoint when Ctrl-C, SIGTERM or SIGUSR1 ends a run."""
+"""Saves a checkpoint when Ctrl-C, SIGTERM, SIGUSR1 or a closed terminal ends a run."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from fa_train.parallel.agreement import Agreement
-from fa_train.parallel.failures import end_rank, kind_of
+from fa_train.parallel.failures import end_rank, kind_of, signals_to_handle
 from fa_train.private_names import private, replace_private
 
 TERMINATED = 128 + signal.SIGTERM  # an exit status
@@ -20,7 +20,8 @@ TERMINATED = 128 + signal.SIGTERM  # an exit status
 class GracefulInterrupt(Callback):
     """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    The exit status is 128 plus the signal's number, so Ctrl-C gives 130, SIGTERM gives 143 and SIGUSR1 gives 138. SLURM
+    The exit status is 128 plus the signal's number, so Ctrl-C gives 130, SIGTERM gives 143, SIGUSR1 gives
+    138, and SIGHUP from a closed terminal gives 129. SLURM
     can send SIGUSR1 before a job's time is over. The status 138 tells the job script to requeue the job. Any of the
     ranks may receive the signal. A second signal ends the run immediately.
     """
@@ -40,8 +41,9 @@ class GracefulInterrupt(Callback):
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for signum in (signal.SIGINT, signal.SIGUSR1):  # Lightning's handler of SIGUSR1 would requeue the job
-            signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier signal handlers
+        for signum in signals_to_handle():  # Lightning's handler of SIGUSR1 would requeue the job
+            if signum != signal.SIGTERM:  # Lightning's handler of SIGTERM calls _on_signal
+                signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier signal handlers
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -82,7 +84,7 @@ class GracefulInterrupt(Callback):
             self._asked_at = time.monotonic()
             self._asked_for = 128 + signum
             if self._trainer.is_global_zero:  # print is not safe in a signal handler
-                with suppress(OSError):  # Ctrl-C has also ended the program that reads the output, such as tee
+                with suppress(OSError):  # the terminal is closed, or Ctrl-C has also ended tee
                     os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 self._stop(self._asked_for)

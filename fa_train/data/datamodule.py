@@ -380,13 +380,14 @@ class SharedHeapLoader(TimedLoader):
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:
-    """Makes a data worker ignore Ctrl-C, SIGUSR1 and SLURM's SIGTERM, which reach every process of a run.
+    """Makes a data worker ignore Ctrl-C, SIGUSR1, SIGHUP and SLURM's SIGTERM, which reach every process of a run.
 
     After a signal, data workers must still provide micro-batches, because a run of several ranks may process more
     micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # required by sigwaitinfo
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 

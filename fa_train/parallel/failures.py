@@ -23,7 +23,8 @@ from fa_train.parallel.ranks import given_rank, is_one_of_several, is_started_by
 
 Kind = Literal["mistake", "out of memory", "lost connection", "exit", "disk", "error"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run
+# signals that end a run; SIGHUP is sent when the terminal or the ssh connection closes
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = tuple(128 + signum for signum in STOPPING)  # exit statuses of ranks that a signal has ended
 
 
@@ -52,6 +53,11 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
             print(INTERRUPTED, file=sys.stderr)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """Returns the signals of `STOPPING`, without SIGHUP if the process ignores it, for example because of nohup."""
+    return [x for x in STOPPING if x != signal.SIGHUP or signal.getsignal(x) != signal.SIG_IGN]
 
 
 def ctrl_c_ends_at_once() -> None:

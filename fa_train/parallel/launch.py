@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train.errors import SHOW_TRACEBACK, RankFailedError
-from fa_train.parallel.failures import STOPPED, STOPPING, Kind, reason
+from fa_train.parallel.failures import STOPPED, Kind, reason, signals_to_handle
 from fa_train.parallel.ranks import DECISIONS
 
 REPEATED = 1.0  # a signal that follows the first within this many seconds counts as a duplicate of the first
@@ -40,9 +40,9 @@ def launch(n_ranks: int, arguments: Sequence[str], decisions: Mapping[str, Any])
     """Runs this program with `arguments` in n_ranks processes and waits until all of them end.
 
     decisions: the launcher's decisions, which all ranks receive (fa_train.parallel.decisions).
-    If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
-    to all ranks, and the launcher then waits without a time limit. A second signal kills the ranks. After a signal, the
-    program ends with the exit status of the ranks.
+    If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are
+    forwarded to all ranks, and the launcher then waits without a time limit. A second signal kills the ranks. After a
+    signal, the program ends with the exit status of the ranks.
     Raises: RankFailedError if a rank fails.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this file reports failures
@@ -87,7 +87,8 @@ class _Forwarding:
     def __init__(self) -> None:
         self._ranks: PContext | None = None
         self.signum, self._first = 0, 0.0
-        for forwarded in STOPPING:
+        self._handled = signals_to_handle()
+        for forwarded in self._handled:
             signal.signal(forwarded, self._forward)
 
     def begin(self, ranks: PContext) -> None:
@@ -97,7 +98,7 @@ class _Forwarding:
             self._send(self.signum)
 
     def end(self) -> None:
-        for forwarded in STOPPING:
+        for forwarded in self._handled:
             signal.signal(forwarded, signal.default_int_handler if forwarded == signal.SIGINT else signal.SIG_DFL)
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:

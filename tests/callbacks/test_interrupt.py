@@ -8,6 +8,7 @@ import pytest
 
 from fa_train.callbacks.interrupt import GracefulInterrupt, exit_status
 from fa_train.errors import errors_in_one_line
+from fa_train.parallel.failures import STOPPING
 
 
 def test_ctrl_c_before_training_is_one_line(capsys):
@@ -33,6 +34,20 @@ def test_a_signal_ends_the_run_gracefully_although_the_reader_of_its_output_has_
     monkeypatch.setattr("fa_train.callbacks.interrupt.os.write", Mock(side_effect=BrokenPipeError))
     connector._sigterm_notifier_fn(signal.SIGINT, None)
     assert connector.received_sigterm
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_a_closed_terminal_ends_the_run_gracefully_unless_the_signal_is_ignored(before):
+    handlers = {x: signal.getsignal(x) for x in STOPPING}
+    try:
+        signal.signal(signal.SIGHUP, before)
+        interrupt, connector = started()
+        interrupt.on_train_start(None, None)
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert connector.received_sigterm == (before == signal.SIG_DFL)
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):

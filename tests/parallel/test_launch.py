@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from fa_train.data.batches import MicroBatches
+from fa_train.parallel.failures import STOPPING
 from fa_train.parallel.launch import launch
 from tests.support.processes import REPOSITORY
 from tests.support.ranks import forked, needs_ports
@@ -156,7 +157,7 @@ def test_sigusr1_saves_and_ends_with_a_status_of_its_own(tmp_path):
     assert json.loads((folder / "result.json").read_text())["tokens"] == last * 4 * 64
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda stop: stop.name)
+@pytest.mark.parametrize("stop", STOPPING, ids=lambda stop: stop.name)
 def test_a_signal_while_ranks_start_ends_the_run(stop, tmp_path, monkeypatch):
     def start_and_signal(self) -> None:
         start(self)

@@ -382,7 +382,9 @@ def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch
     lengths, compiled = [], []
     block, forward = GPT.compile_blocks, GPT.forward
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))
-    monkeypatch.setattr(GPT, "forward", lambda model, x, *more: lengths.append(len(x)) or forward(model, x, *more))
+    monkeypatch.setattr(
+        GPT, "forward", lambda model, x, *more, **named: lengths.append(len(x)) or forward(model, x, *more, **named)
+    )
     torch._dynamo.reset()
     result = measure(case(attention, 320, compiled=True))
     assert result.outcome == "ok" and result.timed_steps == 2
