@@ -68,7 +68,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
-    if "warmup_steps" in cfg.scheduler and "lr" in cfg.optimizer:
+    if isinstance(cfg.scheduler.get("warmup_steps"), int) and "lr" in cfg.optimizer:
         warning = unfinished_warmup(
             warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
         )
