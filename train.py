@@ -64,7 +64,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
 
 
 def run_in_own_process(cfg: DictConfig) -> dict[str, float]:
-    """Trains a job of a sweep in a new process, which `cfg.sweep_job` starts. Returns the run's last metrics."""
+    """Trains one job of a sweep in a new process, with `cfg.sweep_job`. Returns the run's last metrics."""
     from fa_train.training import train
 
     ctrl_c_raises()

@@ -14,7 +14,7 @@ from fa_train.parallel.ranks import devices_per_node
 from fa_train.settings import leaves, shown
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-# keys and nodes whose values may differ between machines; all ranks use the ckpt_path of rank 0
+# config keys whose values may differ between ranks, for example because all ranks use the ckpt_path of rank 0
 LOCAL = {"run_name", "logger", "num_workers", "devices", "ckpt_path", "path", "val_path", "cache_dir"}
 
 
@@ -54,7 +54,8 @@ def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, An
 
     With other settings, ranks would wait for each other, or silently train in different ways. Texts with a slash may
     differ, because they can be paths of one machine. Keys in `LOCAL` may differ too.
-    own, of_rank_zero: configs with unresolved interpolations. Unresolved, ${oc.env:RANK} is the same text on all ranks.
+    own, of_rank_zero: configs with unresolved interpolations. The text
+    ${oc.env:RANK} is equal on all ranks.
     rank: the rank that has `own`, for the error message.
     Raises: ValueError that names the first setting that differs.
     """

@@ -1,4 +1,4 @@
-"""Prints to files whose encoding lacks some characters, and to pipes and terminals that nothing reads any more."""
+"""Keeps print from failing if the encoding lacks a character, or if nothing reads the pipe or terminal any more."""
 
 import errno
 import io
@@ -21,7 +21,7 @@ def replace_unprintable() -> None:
 
 
 def outlive_readers() -> None:
-    """Makes this process discard its output once the terminal is closed, or the program that reads a pipe has ended.
+    """Makes this process discard its output after the terminal is closed, or the reader of the pipe has ended.
 
     In `python train.py | tee log`, Ctrl-C ends tee first. A print would then raise a BrokenPipeError, which could end
     the run in the middle of an update of the weights.
@@ -50,6 +50,6 @@ class _Output(io.FileIO):
             if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is closed
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # also discards output that bypasses sys.stdout
+            os.dup2(nowhere, self.fileno())  # also for code that writes to the file descriptor
             os.close(nowhere)
             return len(data)

@@ -10,8 +10,8 @@ A run's settings are checked in this order. Each check relies on the checks abov
 | preflight.plan_of | settings that the model does not support | torch, and the model without weights |
 | memory.planner.run.plan_memory | a run that does not fit in memory | the GPU |
 
-`check` runs the first two checks, and `require_start` runs the third check. train.py calls `check` and `require_start`
-before it starts any rank. fa_train.training runs the last two checks on each rank.
+The function `check` runs the first two rows, and `require_start` runs the third row. train.py calls both functions
+before it starts any rank. fa_train.training runs the last two rows on each rank.
 """
 
 import argparse

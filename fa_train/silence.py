@@ -21,7 +21,7 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     # the last step is always logged, so a short run has metrics
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
-    # Lightning constructs DDP on a stream of its own, and torch 2.13 warns that this may need more synchronisation
+    # torch 2.13 warns that more synchronisation may be needed, because Lightning constructs DDP on another stream
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
     # val/loss is already a mean over all ranks
     warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")

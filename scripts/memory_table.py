@@ -82,7 +82,7 @@ def model_of_run(cfg: DictConfig) -> GPT:
 def vocab_size_of(data: DictConfig, is_pretrained: bool) -> int:
     """Returns the vocabulary size of the tokenizer if the config has a tokenizer, else that of the data module.
 
-    For a pretrained model, the result is the smallest number of embeddings that the model may have.
+    For a pretrained model, returns the number of embeddings that the tokenizer needs at least.
 
     Raises: ValueError if the tokenizer cannot be loaded.
     """

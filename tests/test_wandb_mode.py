@@ -131,7 +131,7 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
 
 
 def test_only_rank_0_needs_a_key(tmp_path, monkeypatch):
-    """All ranks must ask rank 0 the same questions, because a rank waits for each answer."""
+    """All ranks must call decided_by_rank_zero with the same questions, because a rank waits for each answer."""
     questions = []
 
     monkeypatch.setattr("wandb.login", Mock(return_value=False))

@@ -20,10 +20,9 @@ TERMINATED = 128 + signal.SIGTERM  # an exit status
 class GracefulInterrupt(Callback):
     """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    The exit status is 128 plus the signal's number, so Ctrl-C gives 130, SIGTERM gives 143, SIGUSR1 gives
-    138, and SIGHUP from a closed terminal gives 129. SLURM
-    can send SIGUSR1 before a job's time is over. The status 138 tells the job script to requeue the job. Any of the
-    ranks may receive the signal. A second signal ends the run immediately.
+    The exit status is 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1, and 129 for
+    SIGHUP, which a closed terminal sends. SLURM can send SIGUSR1 before a job's time is over. The status 138 tells the
+    job script to requeue the job. Any of the ranks may receive the signal. A second signal ends the run immediately.
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
@@ -84,7 +83,7 @@ class GracefulInterrupt(Callback):
             self._asked_at = time.monotonic()
             self._asked_for = 128 + signum
             if self._trainer.is_global_zero:  # print is not safe in a signal handler
-                with suppress(OSError):  # the terminal is closed, or Ctrl-C has also ended tee
+                with suppress(OSError):  # nothing reads the output any more
                     os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 self._stop(self._asked_for)

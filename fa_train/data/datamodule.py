@@ -104,7 +104,7 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def min_vocab_size(self) -> int:
-        """The smallest number of embeddings that a model may have (fa_train.data.tokens.tokenizer.HFTokenizer)."""
+        """The number of embeddings that a model needs at least (fa_train.data.tokens.tokenizer.HFTokenizer)."""
         return max(getattr(source, "min_vocab_size", source.vocab_size) for source in self.sources.values())
 
     def accumulation(self, world_size: int, context: int = 1) -> int:
@@ -239,7 +239,7 @@ class PackedDataModule(L.LightningDataModule):
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         report = self.report(rows.layouts)
         trainer.print(report.text())
-        if self._rows_per_epoch is None:  # a callback of rank 0 alone may ask for a second loader
+        if self._rows_per_epoch is None:  # only the first loader: a callback may ask for another on rank 0 only
             require_same_documents(report.metrics(), trainer.strategy.broadcast(report.metrics()), trainer.global_rank)
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
@@ -258,7 +258,8 @@ class PackedDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
-        The entry `tokenizer` has hashes of the tokenizer. An export compares them with the hashes of its own tokenizer.
+        The entry `tokenizer` has hashes of the tokenizer. An export compares them with the hashes of the tokenizer
+        that it writes.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
         rows in percent. For a single source, the entry `sources` is empty.
         """

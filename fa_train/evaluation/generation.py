@@ -170,7 +170,7 @@ class Sample:
         computes = trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)
         try:
             sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
-        except ValueError as error:  # `chats` is the cause: the data module has already read val_path and path
+        except ValueError as error:  # an error of `chats`: the data module has already read val_path and path
             raise ValueError(f"sample.chats={self.chats}: {error}") from error
         if sampled is None:
             return

@@ -11,11 +11,11 @@ Copies run on a side stream while blocks compute. With offload=true and four blo
 
 A copy to the host starts after the compute stream has written the tensor. With offload=true, the compute stream waits
 for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits for the copies of
-block `i` before block `i + IN_FLIGHT + 1` starts. The GPU memory of a block's copied tensors is freed after the compute
-stream has waited for the block's copies. The memory for a copy back to the GPU is allocated on the compute stream,
-which later waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies run in order
-on one stream, so a buffer is never overwritten before it has been read. The host never waits. Tensor.record_stream is
-not used, because it would delay the freeing of memory by a time that depends on the host.
+block `i` before block `i + IN_FLIGHT + 1` starts. After the compute stream has waited for a block's copies, the GPU
+memory of the copied tensors is freed. The memory for a copy back to the GPU is allocated on the compute stream, which
+later waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies run in order on one
+stream, so a buffer is never overwritten before it has been read. The host never waits. Tensor.record_stream is not
+used, because it would delay the freeing of memory by a time that depends on the host.
 """
 
 from collections import deque

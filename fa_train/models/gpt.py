@@ -62,8 +62,8 @@ class GPT(nn.Module):
         self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # If blocks add later (see `Block`), the input of a block is two tensors. The input must be one tensor if blocks
-        # are checkpointed, or if their inputs are offloaded.
+        # With a deferred addition (see `Block`), the input of a block is two tensors. Checkpointed blocks and blocks
+        # with offloaded inputs need one tensor.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -286,8 +286,8 @@ class Block(nn.Module):
     With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before the
     residual additions.
 
-    A compiled block can leave its last addition to the next block. There, one kernel (`add_and_norm`) computes the
-    addition and the first norm:
+    A compiled block can defer its last addition. The next block then computes this addition and its own first norm in
+    one kernel (`add_and_norm`):
 
         each block adds itself:   block i returns x + y           block i + 1 computes norm(x)
         each block adds later:    block i returns x and y         block i + 1 computes norm(x + y)

@@ -237,7 +237,7 @@ class LoRALinear(nn.Linear):
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Returns the matrices A as one concatenated matrix, and the scaled matrices B as one block-diagonal matrix.
 
-        Adapters of q_proj and v_proj in a joined qkv, with scale 1, give [A_q; A_v] and [[B_q, 0], [0, 0], [0, B_v]].
+        Example without an adapter of k_proj, and with scale 1: [A_q; A_v] and [[B_q, 0], [0, 0], [0, B_v]].
         """
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0

@@ -48,8 +48,8 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 def zeros_to_add(x: Tensor) -> Tensor:
     """Returns zeros that the first block adds to its input.
 
-    If blocks add later (see fa_train.models.gpt.Block), each later block adds the FFN output of the block before it.
-    Because the first block adds zeros, all blocks use the same compiled graph.
+    With a deferred addition (see fa_train.models.gpt.Block), every other block adds the FFN output of the previous
+    block. The first block has no previous block. It adds zeros, so that all blocks use the same compiled graph.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
     return zero.expand(x.shape).contiguous()  # the result is not a leaf, so autograd does not store its gradient

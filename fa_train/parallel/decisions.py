@@ -31,7 +31,7 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
 
 
 def compared_by_rank_zero(question: str, own: str, compare: Callable[[int, str], None]) -> None:
-    """Calls compare(rank, text) on rank 0 for every rank whose text differs from the text of rank 0.
+    """On rank 0, calls compare(rank, text) for each text that differs from the text of rank 0.
 
     question: a unique name for the comparison. own: the text of this rank.
     Raises: ValueError on all ranks if compare() raises it, or if a rank does not send its text.

@@ -1,7 +1,7 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups. A group is
-gathered before its forward pass. `shard` makes these groups:
+Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups. The
+weights of a group are gathered before its modules run. `shard` makes these groups:
 
 | group | dtype with bf16-mixed | how long the gathered weights exist |
 |:--|:--|:--|
@@ -296,7 +296,7 @@ def require_known_sharding(strategy: Strategy) -> None:
     """Checks that several ranks do not train a LitGPT with one of Lightning's strategies that shard.
 
     With ModelParallelStrategy, no gradients of a LitGPT would be averaged. With FSDPStrategy and DeepSpeedStrategy,
-    each rank would clip its gradients by the norm of its own shards.
+    each rank would clip gradients by the norm of only the rank's shards.
     Raises: ValueError if the strategy is one of these three, and the run has several ranks.
     """
     if isinstance(strategy, FullyShardedStrategy):

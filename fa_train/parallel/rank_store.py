@@ -80,8 +80,7 @@ def compared_through_store(
 ) -> None:
     """Implements fa_train.parallel.decisions.compared_by_rank_zero with torch's TCPStore.
 
-    Every rank raises the error of rank 0. If ranks raised their own errors, rank 0 might wait for a rank that has
-    ended.
+    All ranks raise the error of rank 0. If a rank raised another error, it would end, and rank 0 would wait for it.
     """
     store, others = _store(), range(1, ranks.world_size())
     key = _key(question, str(_ASKED[question] + 1), "text")

@@ -81,7 +81,7 @@ def test_a_rank_with_other_documents_than_rank_0_is_refused(tmp_path, monkeypatc
 
 
 def test_rank_0_alone_may_ask_for_another_loader(tmp_path, monkeypatch):
-    """If only rank 0 broadcast, torch could pair the broadcast with the other ranks' all-reduce of gradients."""
+    """If only rank 0 called broadcast, torch could pair it with the other ranks' all-reduce of gradients."""
 
     class Peek(L.Callback):
         def on_train_start(self, trainer, pl_module):

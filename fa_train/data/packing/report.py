@@ -192,7 +192,7 @@ class Report(Protocol):
 def require_same_documents(own: dict[str, float], of_rank_zero: dict[str, float], rank: int) -> None:
     """Checks that a rank has packed the same documents as rank 0. Otherwise, rows would be missing or repeated.
 
-    own: the metrics of the rank's report. of_rank_zero: the metrics of rank 0's report.
+    own: the metrics of this rank's report. of_rank_zero: the metrics of rank 0's report.
     Raises: ValueError if the metrics differ.
     """
     for name in own | of_rank_zero:

@@ -26,7 +26,7 @@ HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 VALIDITY = "4"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAY_BE_EMPTY = ("tool", "system", "developer")  # an empty system prompt replaces a chat template's default prompt
+MAY_BE_EMPTY = ("tool", "system", "developer")  # without an empty one, some templates add a system prompt
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
@@ -266,7 +266,7 @@ def _message(value: Any, where: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
     for name in TRAINED:
-        if message.pop(name, 1) != 1 and role == "assistant":  # True equals 1; only an assistant's text is trained on
+        if message.pop(name, 1) != 1 and role == "assistant":  # True equals 1; other roles are never trained on
             raise ValueError(
                 f"an assistant's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
                 "answers, use rows of prompt and completion, which train only on the completion"

@@ -203,7 +203,7 @@ class TokenizedCorpus:
     def require_embeddings(self, n_embeddings: int) -> None:
         """Raises: ValueError if the corpus has a token that is not below n_embeddings.
 
-        The method reads the corpus only if the tokenizer has more tokens than the model has embeddings.
+        If the model has an embedding for every token of the tokenizer, the method does not read the corpus.
         """
         if n_embeddings >= self.vocab_size:
             return

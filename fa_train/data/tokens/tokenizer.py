@@ -54,7 +54,7 @@ class HFTokenizer:
     """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
-    min_vocab_size: the smallest number of embeddings that a model may have. Some checkpoints have no embeddings for
+    min_vocab_size: the number of embeddings that a model needs at least. Some checkpoints have no embeddings for
     added tokens that no text contains, such as <image_soft_token> of Gemma 3 1B. min_vocab_size therefore counts no
     added tokens except bos, eos and padding.
     pad_id: the pad token. If the tokenizer has no pad token, pad_id is the id of eos, or 0 if there is no eos. Padding

@@ -1,6 +1,7 @@
 """Predicts how much memory a training step needs, and finds settings with which the step fits in memory.
 
-The table lists the type `Plan`, and then the files from the public function `plan_memory` down to the formulas:
+The table first lists the type `Plan`. The other files follow in the order of the calls, and `plan_memory` is called
+first:
 
 | file | what it does |
 |:--|:--|

@@ -60,9 +60,9 @@ class Context(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The inputs of a forward or a backward pass, except the tensors with one row per token.
+    """The inputs of a forward or a backward pass, except tensors with one row per token, such as q, k and v.
 
-    crossing: the run of flash attention with the schedule SharedSchedule.crossing. own: the run with
+    crossing: the call of flash attention with the schedule SharedSchedule.crossing. own: the call with the schedule
     SharedSchedule.own.
     """
 

@@ -12,10 +12,10 @@ flash_attn_with_kvcache (kvcache.py) calls portable/cache.py and portable/decode
 The portable and the Hopper kernels share the following modules:
 
     tile_order.py      which tile and head each program processes
-    scores.py          the soft cap, and ALiBi, which only the portable kernels support
-    delta.py           delta, a term of the backward pass
+    scores.py          the soft cap, and ALiBi (only in the portable kernels)
+    delta.py           delta = rowsum(dO * O), which the backward pass needs
     nan_isolation.py   keeps NaN of one document away from other documents
-    structure.py       groups of named values in kernels
+    structure.py       makes classes that hold several values in kernels
 
 Only the portable kernels use masks.py (which blocks of keys a tile of queries visits, and which of these blocks need a
 mask), softmax.py (the online softmax) and tiles.py (the tile sizes). In a kernel's file, the functions that the kernel

@@ -213,7 +213,7 @@ def _may_record() -> bool:
 
 
 def _say_once(failure: str) -> None:
-    """Logs the first recording failure. warnings.warn is not used, because users can turn warnings into errors."""
+    """Logs the first failure of a recording. warnings.warn is not used, because users can turn warnings into errors."""
     global _SAID
     if not _SAID:
         _SAID = True

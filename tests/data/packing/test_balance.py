@@ -109,7 +109,7 @@ def test_a_run_deals_rows_by_the_windows_of_its_model(tmp_path):
     recorder = Recorder()
     recorder.model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=Family(windows=[10, None]))
     data = make([16, 2] * 40)
-    data.source.min_vocab_size = 1  # the recorder does not call its model
+    data.source.min_vocab_size = 1  # any value: no model is called
     fit(tmp_path, recorder, data)
     assert recorder.trainer.train_dataloader.dataset.rows.windows == [10, None]
 

@@ -147,7 +147,7 @@ def dkdv_tile(
     last = tl.minimum(first + BLOCK_N, total_k) - 1
     start, whole_start, whole_end, end = tile_range(query_start_ptr, query_end_ptr, first, last, BLOCK_M)
     if PHASES == 1:
-        whole_start = end  # phase 0 then processes all blocks
+        whole_start = end  # no block counts as whole, so phase 0 processes all blocks
 
     kv_head_64 = kv_head.to(tl.int64)
     k_ptr += kv_head_64 * stride_kh
@@ -275,7 +275,7 @@ def dq_tile(
     last = tl.minimum(first + BLOCK_M, total_q) - 1
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
     if PHASES == 1:
-        whole_start = end  # phase 0 then processes all blocks
+        whole_start = end  # no block counts as whole, so phase 0 processes all blocks
 
     head_64 = head.to(tl.int64)
     q_ptr += head_64 * stride_qh

@@ -105,7 +105,7 @@ def forward_tile(
     last = tl.minimum(first + BLOCK_M, total_q) - 1
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
     if PHASES == 1:
-        whole_start = end  # phase 0 then processes all blocks
+        whole_start = end  # no block counts as whole, so phase 0 processes all blocks
 
     if descale_ptr is not None:
         softmax_scale = softmax_scale * tl.load(descale_ptr + head)

@@ -248,7 +248,7 @@ def _step(gradients, step, keys, work, CONSUMER: gl.constexpr, CONFIG: gl.conste
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES_LAYOUT)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, CONSUMER, CONFIG)
-    if not CONFIG.bf16_products:  # the dV matmul starts late: registers cannot hold P in fp32 and in 16 bits
+    if not CONFIG.bf16_products:  # dV starts only now: registers cannot hold P in fp32 and in 16 bits
         gradients = _begin_dv(gradients, p.low, do)
     gradients = _wait_for_gradients(_begin_dk(gradients, ds, q), ())[0]
     hand_back(barriers.empty.index(stage))

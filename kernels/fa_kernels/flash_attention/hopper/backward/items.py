@@ -118,7 +118,8 @@ def locate_item(
     """Returns the work item with the given index. `ranges` holds the range of queries that see each key.
 
     The first query of the item is rounded down to a multiple of `ALIGNMENT`, so that TMA can load lse and delta of a
-    step. In the fused kernel, each step must also begin at the first query of a block of the sum of dQ.
+    step. The fused kernel sums dQ in blocks of queries, so each step must also begin at the first query
+    of such a block.
     """
     tile, kv_head = tile_order.locate(index)
     first = tile * BLOCK_N

@@ -13,10 +13,10 @@ ROWS = 64  # queries per consumer, because a warpgroup's matmul instruction has 
 class ForwardConfig(NamedTuple):
     """One configuration of the forward kernel. A tile has 64 * consumers queries and block_n keys.
 
-    consumers: three consumers use each loaded block of K and V for 192 queries, and two consumers for 128 queries.
-        Three consumers make some calls at head_dim 64 and 96 faster. On short documents, larger tiles waste more work.
-        With three consumers, a thread has too few registers for the default softmax, so `pv_first` or `max_first` must
-        be True.
+    consumers: 2 or 3. Each consumer has 64 queries, so a loaded block of K and V serves 128 or 192 queries. Three
+        consumers make some calls at head_dim 64 and 96 faster. On short documents, larger tiles waste more work. With
+        three consumers, a thread has too few registers for the default softmax, so `pv_first` or `max_first` must be
+        True.
     stages: the number of blocks of K, and of V, that can be in shared memory at once.
     ranged: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short
         documents.

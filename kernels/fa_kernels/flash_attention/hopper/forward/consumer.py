@@ -207,7 +207,7 @@ def _consume_item(
     """Computes the attention of 64 queries of an item.
 
     item_number: the number of items that this program has already processed.
-    block_number: the number of blocks in all earlier items of this program.
+    block_number: the number of blocks that this program has processed in earlier items.
     to_log2: the result of softmax.scale_to_log2.
     Returns `block_number` plus the number of blocks in this item.
     """

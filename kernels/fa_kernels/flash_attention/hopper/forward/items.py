@@ -138,7 +138,7 @@ def posted_item(fields, RANGED: gl.constexpr):
 
 @gluon.jit
 def posted_visits(fields, CONSUMER: gl.constexpr):
-    """Returns the `Visits` of consumer `CONSUMER`, which `_post_item` has posted."""
+    """Returns the `Visits` that `_post_item` has posted for consumer `CONSUMER`."""
     FIRST: gl.constexpr = 4 + 4 * CONSUMER
     return Visits(field(fields, FIRST), field(fields, FIRST + 1), field(fields, FIRST + 2), field(fields, FIRST + 3))
 

@@ -112,7 +112,7 @@ def item_of(ticket, counter_ptr, n_items):
 
 @gluon.jit
 def post(queue, item_number, fields):
-    """Posts the fields of an item, which are int32 scalars. If no item is left, the only field is -1.
+    """Posts the fields of an item, which are int32 scalars. After the last item, it posts one field, -1.
 
     One warp calls this function. item_number: the number of items that the program has already posted.
     """

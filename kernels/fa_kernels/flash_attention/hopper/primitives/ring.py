@@ -1,7 +1,7 @@
 """Ring buffers in shared memory: some warps fill the places of a ring one by one, and other warps read the places.
 
 The kernels call the index of a place `stage`. A fill writes one place. Fills have numbers, which count from 0 over all
-work items of a program. Each warp counts the fills itself. Warps exchange only signals of mbarriers, not numbers.
+work items of a program. Each warp counts the fills itself. Warps tell each other only that a place is full or empty.
 Fill i writes place i % PLACES. In a ring with 2 places:
 
     fill            0   1   2   3   4   5
@@ -11,8 +11,8 @@ Fill i writes place i % PLACES. In a ring with 2 places:
 An mbarrier has a phase, 0 or 1. A new mbarrier is in phase 0. When all expected arrivals have come, the phase ends and
 the other phase begins. mbarrier.wait(b, phase) returns when the last phase that has ended is `phase`. A reader of fill
 4 therefore waits for phase 0 of `full`. The writer of fill 4 waits until fill 2 has been read. Reading fill 2 ends
-phase 1 of `empty`, so the writer of fill 4 waits for phase 1, which is `phase ^ 1`. The writer of fill 0 or 1 does not
-wait, because a new mbarrier behaves as if phase 1 had ended.
+phase 1 of `empty`. Fill 4 itself has phase 0, so its writer waits for the other phase, `phase ^ 1`. The writer of fill
+0 or 1 does not wait, because a new mbarrier behaves as if phase 1 had ended.
 
 The functions `wait_full` and `wait_empty` take the number of a fill. The methods of `Ring` take a place and its phase,
 for callers that need the place too.
