@@ -25,7 +25,7 @@ from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.encoding import TextEncoder
-from fa_train.data.tokens.sft import ChatEncoder, tokenizer_hashes
+from fa_train.data.tokens.sft import ChatEncoder, end_warning, tokenizer_hashes
 from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from fa_train.early_checks import micro_batches
@@ -173,7 +173,7 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
-        """Returns the report with two additions: the packing of held-out documents, and the skipped rows and files."""
+        """Adds to the report: the packing of held-out documents, the skipped rows and files, and a warning."""
         source = self.sources[name]
         layout = self._layout(source, held_out=True)
         files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
@@ -184,6 +184,7 @@ class PackedDataModule(L.LightningDataModule):
             held_out_tail=isinstance(documents, Documents) and documents.is_tail,
             rows_skipped=documents.rows_skipped if isinstance(documents, Documents) else None,
             files=None if files is None else files.text(),
+            warning=end_warning(source.encoder) if isinstance(source, TokenizedCorpus) else None,
         )
 
     def setup(self, stage: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
 from fa_train.data.datamodule import sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX
-from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+from tests.data.support.chats import CHATML, many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
 from tests.data.support.numbered import OPTIONS
 from tests.data.support.numbered import make as make_best_fit
@@ -355,6 +355,15 @@ def test_read_and_skipped_files_are_reported(tmp_path):
     report = sft_data(str(train), *given, packing="best_fit", **OPTIONS | {"seq_len": 64}).packing_report()
     assert "\n  files: 3 read; skipped 1 .jsonl.gz, 1 names that begin with a dot\n" in report.text()
     assert (report.documents, report.held_out.documents) == (2, 1)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|end|>"])
+def test_the_report_warns_if_a_template_has_no_end_token(end, tmp_path):
+    chats = str(write_jsonl(tmp_path / "chats.jsonl", many_chats(5)))
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", CHATML.replace("<|im_end|>", end))
+    data = sft_data(chats, tokenizer, None, str(tmp_path / "cache"), packing="best_fit", **OPTIONS)
+    warning = f"\n  warning: {tokenizer}'s chat template must end an answer with a special token"
+    assert (warning in data.packing_report().text()) == (end == "<|end|>")
 
 
 def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, capsys):

@@ -35,6 +35,7 @@ class PackingReport:
     rows_skipped: the number of rows of the whole corpus that were skipped as invalid documents, or None if unknown.
     files: a text that says how many files of the whole corpus were read and how many were skipped, or None if the
     corpus does not come from files.
+    warning: a warning about the chat template, or None.
     """
 
     packing: str
@@ -57,6 +58,7 @@ class PackingReport:
     held_out_tail: bool = False
     rows_skipped: int | None = None
     files: str | None = None
+    warning: str | None = None
 
     @property
     def efficiency(self) -> float:
@@ -105,6 +107,7 @@ class PackingReport:
                 f"  tokens {self.tokens_in:,}: {self.tokens_packed:,} packed, {self.tokens_truncated:,} truncated, "
                 f"{self.tokens_dropped:,} dropped",
                 *self._label_lines(),
+                *([f"  warning: {self.warning}"] if self.warning else []),
                 *self._held_out_lines(),
                 *([f"  skipped {self.rows_skipped:,} rows that are not valid chats"] if self.rows_skipped else []),
                 "  document lengths:",

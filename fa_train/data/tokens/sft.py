@@ -40,6 +40,11 @@ class Rendered(NamedTuple):
     spans: Spans
 
 
+def end_warning(encoder: Encoder[Any]) -> str | None:
+    """Returns the `end_warning` of a ChatEncoder, or None for another encoder."""
+    return encoder.end_warning if isinstance(encoder, ChatEncoder) else None
+
+
 def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
     """Returns a hash of the encoder's vocabulary and, for a ChatEncoder, a hash of the chat template.
 
@@ -93,6 +98,27 @@ class ChatEncoder:
 
         The value is also None if the template rejects a chat of one question and one answer.
         """
+        after = self._text_after_answer or ""
+        found = [token for token in self._special_tokens if token.strip() and token in after]
+        first = min(found, key=lambda token: (after.index(token), -len(token)), default=None)
+        return None if first is None else int(self._hf.convert_tokens_to_ids(first))
+
+    @cached_property
+    def end_warning(self) -> str | None:
+        """A warning if no special token follows an answer. Otherwise, the value is None."""
+        after = self._text_after_answer
+        if after is None or self.end_id is not None:
+            return None
+        tokens = self._hf.convert_ids_to_tokens(self._hf(after, add_special_tokens=False).input_ids)
+        become = f", which become the tokens {' '.join(tokens)}" if tokens else ""
+        return (
+            f"{self.name}'s chat template must end an answer with a special token of the tokenizer; it ends an answer "
+            f"with {after!r}{become}. The model does not learn to end an answer with one token"
+        )
+
+    @cached_property
+    def _text_after_answer(self) -> str | None:
+        """The trained text after the content of an answer, or None if the template rejects or changes a test chat."""
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
             text, spans = self.render(Chat("a test chat", messages, tools=None, trained_from=0))
@@ -100,9 +126,7 @@ class ChatEncoder:
             return None
         trained = text[: max((stop for _, stop in spans), default=0)]
         _, content, after = trained.rpartition("answer")
-        found = [token for token in self._special_tokens if content and token.strip() and token in after]
-        first = min(found, key=lambda token: (after.index(token), -len(token)), default=None)
-        return None if first is None else int(self._hf.convert_tokens_to_ids(first))
+        return after if content else None
 
     def encode_batch(self, documents: Sequence[Chat]) -> list[Encoded]:
         texts, spans = zip(*map(self.render, documents), strict=True)

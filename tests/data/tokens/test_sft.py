@@ -463,26 +463,3 @@ def test_stored_chats_keep_the_date_of_the_day_on_which_they_were_tokenised(tmp_
 def test_another_template_is_another_cache_entry(tmp_path):
     identities = {encoder(tmp_path / name, template).identity for name, template in [("a", CHATML), ("b", PLAIN)]}
     assert len(identities) == 2 and encoder(tmp_path / "c").identity in identities
-
-
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        pytest.param(CHATML, "<|im_end|>", id="chatml"),
-        pytest.param(WITH_BLOCKS, "<|im_end|>", id="blocks"),
-        pytest.param(WITH_BLOCKS.replace("<|im_end|>", "<pad>"), "<pad>", id="not-the-eos"),
-        pytest.param(
-            CHATML + "{% if not add_generation_prompt %}<pad>{% endif %}",
-            "<|im_end|>",
-            id="another-token-ends-the-chat",
-        ),
-        pytest.param(PLAIN, None, id="no-special-token"),
-        pytest.param(
-            "{% generation %}{{ messages[-1].content }}{% endgeneration %}<|im_end|>", None, id="an-end-without-labels"
-        ),
-        pytest.param("{{ raise_exception('no chats') }}", None, id="rejects-the-test-chat"),
-    ],
-)
-def test_the_end_token_of_an_answer_is_the_first_trained_special_token_after_it(template, end, tmp_path):
-    chats = encoder(tmp_path, template)
-    assert chats.end_id == (None if end is None else chats.tokenizer.hf.convert_tokens_to_ids(end))
