@@ -1,12 +1,16 @@
 """The rows of a run, and the micro-batches that each rank forms from its rows."""
 
 import dataclasses
+import gc
+import os
+import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -224,3 +228,41 @@ class RangeSampler(DistributedSampler[int]):
 
     def __len__(self) -> int:
         return self.stop
+
+
+class SharedHeapLoader(TimedLoader):
+    """A TimedLoader whose forked workers keep sharing the memory of the training process.
+
+    A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
+    visits. Without this class, one full garbage collection in a worker would copy most of the shared pages.
+    After `gc.freeze`, the garbage collector ignores all objects that existed when the workers were forked. Call
+    `gc.unfreeze` when the run ends.
+    """
+
+    _has_workers = False
+
+    def __iter__(self) -> Any:
+        if self.num_workers and not self._has_workers:
+            gc.collect()  # without gc.collect, gc.freeze would keep existing garbage until the end of the run
+            gc.freeze()
+            self._has_workers = self.persistent_workers
+        return super().__iter__()
+
+
+def leave_signals_to_the_run(worker_id: int) -> None:
+    """Makes a data worker ignore Ctrl-C, SIGUSR1, SIGHUP and SLURM's SIGTERM, which reach every process of a run.
+
+    After a signal, data workers must still provide micro-batches, because a run of several ranks may process more
+    micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # required by sigwaitinfo
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
