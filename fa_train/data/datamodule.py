@@ -28,7 +28,7 @@ from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
-from fa_train.data.tokens.encoding import TextEncoder
+from fa_train.data.tokens.encoding import Encoder, TextEncoder
 from fa_train.data.tokens.sft import ChatEncoder, end_warning, tokenizer_hashes
 from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
@@ -430,12 +430,13 @@ def sft_data(
 ) -> PackedDataModule:
     """Returns a data module with chats. The model is trained only on the assistant's messages.
 
-    chat_template: a Jinja file, or None for the tokenizer's own template. val_path: as in `text_data`. skip_invalid: as
-    in `ChatCorpus`.
+    chat_template: a Jinja file, or None for the tokenizer's own template. val_path: as in `text_data`. skip_invalid:
+    whether to skip invalid rows, as in `ChatCorpus`, and chats that the template rejects.
     """
     loaded = load_tokenizer(tokenizer)  # load the tokenizer first, so that an error comes before the chats are read
     corpus = WithValidation.read(partial(ChatCorpus, skip_invalid=skip_invalid), path, val_path)
-    return PackedDataModule(TokenizedCorpus(corpus, ChatEncoder(loaded, chat_template), cache_dir), **packing)
+    encoder = ChatEncoder(loaded, chat_template, skip_rejected=skip_invalid)
+    return PackedDataModule(TokenizedCorpus(corpus, encoder, cache_dir), **packing)
 
 
 def mix_data(
@@ -450,7 +451,9 @@ def mix_data(
     weights = {name: source.weight for name, source in sources.items()}
     corpora = {}
     for name, source in sources.items():
-        encoder = ChatEncoder(loaded, chat_template) if isinstance(source.corpus, ChatCorpus) else TextEncoder(loaded)
+        encoder: Encoder[Any] = TextEncoder(loaded)
+        if isinstance(source.corpus, ChatCorpus):
+            encoder = ChatEncoder(loaded, chat_template, skip_rejected=source.corpus.skip_invalid)
         corpora[name] = TokenizedCorpus(source.corpus, encoder, cache_dir)
     return PackedDataModule(Mixture(corpora, weights), **packing)
 

@@ -167,16 +167,17 @@ class Sample:
 
         trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
         """
-        computes = trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)
+        if self.chats is None or not (trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)):
+            return
+        loaded = load_tokenizer(self.tokenizer)
+        encoder = ChatEncoder(loaded, self.chat_template)
         try:
-            sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
+            sampled = sampled_chat(self.chats, encoder)
         except ValueError as error:  # an error of `chats`: the data module has already read val_path and path
             raise ValueError(f"sample.chats={self.chats}: {error}") from error
         if sampled is None:
             return
         messages, tools = sampled
-        loaded = load_tokenizer(self.tokenizer)
-        encoder = ChatEncoder(loaded, self.chat_template)
         prompt = chat_prompt(encoder, messages, tools)
         try:
             lit_gpt.model.require_seq_len(len(prompt) + self.max_new_tokens)
@@ -196,20 +197,24 @@ class Sample:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
+def sampled_chat(path: str, encoder: ChatEncoder) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
     """Returns the prompt of a chat as a list of messages, and the chat's tools.
 
     The prompt consists of the chat's messages before the first answer that the model is trained on. The chat is the
     first held-out chat, or the last chat if no chat is held out. Chats without a prompt are skipped. Returns None if
-    all chats are skipped.
+    all chats are skipped. Chats that the template rejects are skipped too, unless the template rejects all chats.
     """
     last = None
     for key, chat in ChatCorpus(path, skip_invalid=True, say=lambda line: None).documents():
         trained_on = (i for i, m in enumerate(chat.messages) if i >= chat.trained_from and m["role"] == "assistant")
         asked = chat.messages[: next(trained_on)]
-        if asked and is_held_out(key):
-            return asked, chat.tools
-        last = (asked, chat.tools) if asked else last
+        if not asked:
+            continue
+        accepted = not encoder.rejects(chat)
+        if accepted or last is None:
+            last = asked, chat.tools
+        if accepted and is_held_out(key):
+            break
     return last
 
 

@@ -1,6 +1,7 @@
 """Micro-batches depend only on the seed and the position in the run, even if the run is killed and resumed."""
 
 import gc
+import json
 import multiprocessing
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
 from fa_train.data.datamodule import sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX
-from tests.data.support.chats import CHATML, many_chats, save_tokenizer, write_jsonl
+from tests.data.support.chats import CHATML, PAIR, many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
 from tests.data.support.numbered import OPTIONS
 from tests.data.support.numbered import make as make_best_fit
@@ -366,18 +367,30 @@ def test_the_report_warns_if_a_template_has_no_end_token(end, tmp_path):
     assert (warning in data.packing_report().text()) == (end == "<|end|>")
 
 
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+
+
 def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, capsys):
     train, val = (write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("train", "val"))
-    train.write_text(train.read_text() + '{"prompt": \n' + '{"text": "no chat"}\n')
+    rejected = json.dumps({"system": "be brief.", **PAIR}) + "\n"
+    train.write_text(rejected + train.read_text() + '{"prompt": \n' + '{"text": "no chat"}\n' + rejected)
     val.write_text(val.read_text() + "no JSON\n")
-    given = str(train), save_tokenizer(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), str(val)
-    for printed in ("skipped 2 rows of", ""):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", REFUSES_SYSTEM + CHATML)
+    given = str(train), tokenizer, None, str(tmp_path / "cache"), str(val)
+    message = f"{tokenizer}'s chat template rejects {train}, line 1: no system prompts"
+    for first in (True, False):
         data = sft_data(*given, skip_invalid=True, packing="best_fit", **OPTIONS)
         data.prepare_data()
-        assert capsys.readouterr().out.startswith(printed)
+        printed = capsys.readouterr().out
+        assert printed.startswith("skipped 2 rows of") == first
+        assert (f"skipped 2 rows of {train}, which cannot be encoded. The first: {message}\n" in printed) == first
         report = data.packing_report()
-        assert "\n  skipped 3 rows that are not valid chats\n" in report.text()
-        assert report.metrics()["packing/rows_skipped"] == 3
+        assert "\n  skipped 5 rows that are not valid chats\n" in report.text()
+        assert report.metrics()["packing/rows_skipped"] == 5 and report.documents == 5
+    train.write_text(rejected)  # without skip_invalid, the message names the row
+    message += ". data.skip_invalid=true skips chats that the template rejects"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sft_data(*given[:4], packing="best_fit", **OPTIONS).prepare_data()
 
 
 @pytest.mark.parametrize("kind", [str, Path])

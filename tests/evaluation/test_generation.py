@@ -25,7 +25,7 @@ from fa_train.models.origin import Origin
 from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answers
 from scripts.generate import main
-from tests.data.support.chats import CHATML, chat_tokenizer, write_jsonl
+from tests.data.support.chats import CHATML, chat_tokenizer, save_tokenizer, write_jsonl
 from tests.models.support.gpt import build
 from tests.support.runs import start_and_finish
 from tests.support.training import command_line, tiny
@@ -139,15 +139,25 @@ def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path, capsys):
     without_question = [{"messages": [answer]}]
     chats = without_question + [{"messages": [ask(str(i)), answer, ask("more"), answer]} for i in range(200)]
     path = write_jsonl(tmp_path / "chats.jsonl", chats)
-    messages, tools = sampled_chat(str(path))
+    encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))
+    messages, tools = sampled_chat(str(path), encoder)
     held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
     assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
     pairs = [{"prompt": prompt, "completion": "b"} for prompt in ("z", "a")]
     # none of the few rows of this file is held out for validation
     few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question, {"text": "no chat"}])
-    assert sampled_chat(str(few)) == ([ask("a")], None)
+    assert sampled_chat(str(few), encoder) == ([ask("a")], None)
     assert not capsys.readouterr().out, "only the packing report says that rows are skipped"
-    assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question))) is None
+    assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question)), encoder) is None
+
+
+def test_a_chat_that_the_template_rejects_is_not_sampled_unless_there_is_no_other(tmp_path):
+    refusing = "{% for m in messages if m.content in ('a', 'c') %}{{ raise_exception('no') }}{% endfor %}" + CHATML
+    chat_tokenizer(refusing).save_pretrained(tmp_path)
+    encoder = ChatEncoder(HFTokenizer(str(tmp_path)))
+    for prompts, sampled in [("abc", "b"), ("ac", "a")]:
+        path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": prompt, "completion": "yes"} for prompt in prompts])
+        assert sampled_chat(str(path), encoder) == ([ask(sampled)], None)
 
 
 def test_a_seed_gives_one_text():

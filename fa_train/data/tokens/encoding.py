@@ -20,6 +20,10 @@ class Encoded(NamedTuple):
     loss_mask: np.ndarray | None
 
 
+class Rejection(ValueError):
+    """The error of a document that cannot be encoded and that may be skipped. The message names the document."""
+
+
 class Encoder(Protocol[Document]):
     """Converts documents to tokens. An encoder must be picklable, because worker processes receive a copy of it."""
 
@@ -30,8 +34,8 @@ class Encoder(Protocol[Document]):
     def identity(self) -> str:
         """A hash or a name of the encoder. Two encoders that produce different tokens have different identities."""
 
-    def encode_batch(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encodes each document.
+    def encode_batch(self, documents: Sequence[Document]) -> Sequence[Encoded | Rejection]:
+        """Encodes each document. An encoder that skips documents returns a Rejection, which is not raised.
 
         Raises: ValueError if a document cannot be encoded. The error message names the document.
         """

@@ -26,11 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
 from fa_train.data.tokens.cache import make_folder, room_on_disk
-from fa_train.data.tokens.encoding import Encoded, Encoder, outside_vocabulary
+from fa_train.data.tokens.encoding import Encoded, Encoder, Rejection, outside_vocabulary
 
 FORMAT = "4"  # part of the cache key: the version of the file format and of tokenisation
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
+REJECTED = ".rejected.json"  # such a file holds the number of rejected documents of a shard, and the first error
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
 BATCH = 256  # the maximum number of documents per call of the tokenizer
@@ -50,7 +51,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     Shards are first written to an unfinished folder next to `path`. The folder is renamed when all shards are finished.
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
-    truncated shard. If the corpus skipped rows, skipped.json holds their number.
+    truncated shard. If the corpus or the encoder skipped rows, skipped.json holds their number.
     fingerprint: the fingerprint of the corpus. The name of `path` depends on this fingerprint.
     Raises: ValueError if the corpus has no document with text, if it has changed since the fingerprint was computed, if
     a document cannot be encoded, if the disk is full, or if a worker process is killed. If the disk is full or a
@@ -66,6 +67,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             unfinished.mkdir(exist_ok=True)
             try:
                 n_documents = _write_all(corpus, encoder, unfinished, workers)
+                n_rejected = _count_rejected(corpus, unfinished)
+                n_documents -= n_rejected
                 require_tokens(corpus.name, n_documents, unfinished)
                 if corpus.fingerprint() != fingerprint:
                     raise ValueError(
@@ -80,7 +83,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
                     f"worker processes must run until the tokens are written; one of {workers} was killed, perhaps "
                     "because the host memory was full. Use fewer workers. Finished shards are kept"
                 ) from error
-            if skipped := rows_skipped(corpus):
+            if skipped := rows_skipped(corpus) + n_rejected:
                 (unfinished / SKIPPED).write_text(json.dumps(skipped))
             sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}
             (unfinished / SHARDS).write_text(json.dumps(sizes))
@@ -122,6 +125,16 @@ def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers
             n_documents += n_written
             progress.update(task, completed=n_documents)
     return n_documents
+
+
+def _count_rejected(corpus: Corpus[Any], folder: Path) -> int:
+    """Returns the number of documents that the encoder rejected, and prints a line about them."""
+    counts = [json.loads(file.read_text()) for file in sorted(folder.glob(f"*{REJECTED}"))]
+    n_rejected = sum(count for count, _ in counts)
+    if n_rejected:
+        line = f"skipped {n_rejected:,} rows of {corpus.name}, which cannot be encoded. The first: {counts[0][1]}"
+        print(line.encode("utf-8", "backslashreplace").decode())  # print() rejects file names that are not UTF-8
+    return n_rejected
 
 
 def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> Iterator[int]:
@@ -204,16 +217,22 @@ def _write_in_worker(shard: Sequence[Keyed], file: Path) -> int:
 
 
 def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
-    """Writes one shard unless its file exists. Returns the number of documents in the shard."""
+    """Writes one shard unless its file exists. Returns the number of documents in `shard`, including rejected ones."""
     if not file.exists():
         schema = pa.schema([TOKENS, HELD_OUT, LOSS_MASK] if encoder.masked else [TOKENS, HELD_OUT])
         partial = file.with_suffix(".partial")
+        rejections: list[Rejection] = []
         with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in _grouped(shard, BATCH, BATCH_CHARACTERS):
-                keys, documents = zip(*batch, strict=True)
-                encoded = encoder.encode_batch(documents)
-                require_vocabulary(encoded, keys, encoder.tokenizer.vocab_size)
-                writer.write(pa.record_batch(_columns(encoded, keys, masked=encoder.masked), schema=schema))
+                results = encoder.encode_batch([document for _, document in batch])
+                rejections += [result for result in results if isinstance(result, Rejection)]
+                accepted = [(k, r) for (k, _), r in zip(batch, results, strict=True) if not isinstance(r, Rejection)]
+                if accepted:
+                    keys, encoded = zip(*accepted, strict=True)
+                    require_vocabulary(encoded, keys, encoder.tokenizer.vocab_size)
+                    writer.write(pa.record_batch(_columns(encoded, keys, masked=encoder.masked), schema=schema))
+        if rejections:
+            file.with_suffix(REJECTED).write_text(json.dumps([len(rejections), str(rejections[0])]))
         os.replace(partial, file)
     return len(shard)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.sources.files import read_text
-from fa_train.data.tokens.encoding import Encoded, Encoder
+from fa_train.data.tokens.encoding import Encoded, Encoder, Rejection
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
 FORMAT = "7"  # the version of the conversion from chats to tokens; the cache key contains this version
@@ -59,6 +59,7 @@ def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
 class ChatEncoder:
     """Encodes chats with the template in the file `chat_template`, or by default with the tokenizer's template.
 
+    skip_rejected: whether `encode_batch` returns the error of a chat that the template rejects, instead of raising it.
     Raises: ValueError if there is no chat template, or the tokenizer does not return offsets. `encode_batch` raises
     ValueError if the template rejects a chat, omits a part of the chat, or renders a message differently if more
     messages follow.
@@ -66,11 +67,12 @@ class ChatEncoder:
 
     masked = True
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, *, skip_rejected: bool = False) -> None:
         if not isinstance(tokenizer, HFTokenizer):
             raise ValueError("data.tokenizer must be a tokenizer with a chat template; got null, which means bytes")
         self.tokenizer: Tokenizer = tokenizer
         self._hf = tokenizer.hf
+        self.skip_rejected = skip_rejected
         self.name = chat_template or tokenizer.name  # the template's name, for error messages
         if not self._hf.is_fast:
             raise ValueError(
@@ -128,18 +130,42 @@ class ChatEncoder:
         _, content, after = trained.rpartition("answer")
         return after if content else None
 
-    def encode_batch(self, documents: Sequence[Chat]) -> list[Encoded]:
-        texts, spans = zip(*map(self.render, documents), strict=True)
+    def encode_batch(self, documents: Sequence[Chat]) -> list[Encoded | Rejection]:
+        chats = [self._rendered_or_rejected(chat) for chat in documents]
+        accepted = iter(self._encode([chat for chat in chats if isinstance(chat, Rendered)]))
+        return [next(accepted) if isinstance(chat, Rendered) else chat for chat in chats]
+
+    def rejects(self, chat: Chat) -> bool:
+        """Returns whether the template rejects a chat."""
+        try:
+            self.render(chat)
+        except ValueError as error:
+            return isinstance(error, Rejection)
+        return False
+
+    def _rendered_or_rejected(self, chat: Chat) -> Rendered | Rejection:
+        try:
+            return self.render(chat)
+        except Rejection as rejection:
+            if self.skip_rejected:
+                return rejection
+            raise ValueError(
+                f"{rejection}. data.skip_invalid=true skips chats that the template rejects"
+            ) from rejection
+
+    def _encode(self, chats: list[Rendered]) -> list[Encoded]:
+        if not chats:  # the tokenizer fails without texts
+            return []
         encoded = self._hf(
-            list(texts),
+            [chat.text for chat in chats],
             add_special_tokens=False,  # the template has already written the special tokens
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
         )
         return [
-            Encoded(np.asarray(ids, np.int32), overlaps_spans(np.asarray(offsets).reshape(-1, 2), chat_spans))
-            for ids, offsets, chat_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+            Encoded(np.asarray(ids, np.int32), overlaps_spans(np.asarray(offsets).reshape(-1, 2), chat.spans))
+            for ids, offsets, chat in zip(encoded["input_ids"], encoded["offset_mapping"], chats, strict=True)
         ]
 
     def render(self, chat: Chat) -> Rendered:
@@ -285,7 +311,7 @@ class ChatEncoder:
 
 @contextmanager
 def named_rejection(rejected: str) -> Iterator[None]:
-    """Converts errors of a chat template to ValueErrors whose messages start with `rejected`.
+    """Converts errors of a chat template to Rejections whose messages start with `rejected`.
 
     An expression in a template can raise an error of any type.
     """
@@ -297,7 +323,7 @@ def named_rejection(rejected: str) -> Iterator[None]:
         raise
     except Exception as error:
         is_clear = isinstance(error, TemplateError | TypeError)
-        raise ValueError(f"{rejected}: {error if is_clear else f'{type(error).__name__}: {error}'}") from error
+        raise Rejection(f"{rejected}: {error if is_clear else f'{type(error).__name__}: {error}'}") from error
 
 
 @lru_cache

@@ -22,7 +22,7 @@ from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
-from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+from tests.data.support.chats import CHATML, many_chats, save_tokenizer, write_jsonl
 from tests.support.marks import slow
 from tests.support.processes import CONTEXT, start_server
 
@@ -98,6 +98,29 @@ def test_a_killed_process_loses_at_most_a_shard(corpus, tmp_path):
     assert second.seen == [f"line {i}" for i in range(12, 20)]
     assert contents(path) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
     assert not list(cache.glob("unfinished-*"))
+
+
+def test_rejected_chats_are_counted_after_an_interruption(tmp_path, monkeypatch):
+    """The template rejects a whole shard, and the process is killed after this shard."""
+    monkeypatch.setattr(module, "SHARD", 3)
+    chats = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", many_chats(8))), skip_invalid=True)
+    refusing = "{% if messages[0].content[0] in '012567' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer", refusing)), skip_rejected=True)
+    write, killed = module._write, iter([False, True])
+
+    def write_until_killed(*arguments):
+        if next(killed):
+            raise Killed
+        return write(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, "_write", write_until_killed)
+        prepare(chats, encoder, tmp_path / "cache")
+    folder = prepare(chats, encoder, tmp_path / "cache")
+    documents = [Documents(folder, held_out=held_out, vocab_size=400) for held_out in (False, True)]
+    assert [(len(part), part.rows_skipped) for part in documents] == [(1, 6), (1, 6)]
+    texts = [encoder.tokenizer.hf.decode(part[0]) for part in documents]
+    assert ["3 + 3?" in texts[0], "4 + 4?" in texts[1]] == [True, True]
 
 
 def test_a_full_disk_is_named_and_half_a_cache_never_taken_for_one(corpus, tmp_path, monkeypatch):
