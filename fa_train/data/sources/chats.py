@@ -24,7 +24,7 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "4"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
+VALIDITY = "5"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("tool", "system", "developer")  # without an empty one, some templates add a system prompt
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
@@ -70,7 +70,8 @@ class ChatCorpus:
       Dolly: {"instruction", "context", "response"}.
       Question and answer: {"question", "answer"} or {"query", "response"}.
     In the last three forms, the texts of the columns "context" and "input" are added to the instruction, question or
-    query. Both columns may be missing or empty.
+    query. Both columns may be missing or empty. An optional column "history" holds earlier pairs [question, answer].
+    A list of messages, conversations or pairs can also be given as JSON text.
     The content of a message is a string, or a list of parts {"type": "text", "text": ...}. The strings of the parts are
     concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
@@ -201,7 +202,11 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
             trained_from = len(prompt)
             messages = prompt + _prompt_or_completion(present, answer, "assistant", where)
         case (question, answer):
-            messages = _question_and_answer(_with_inputs(present, question, where), present[answer], where)
+            pairs = [
+                *_history(present.get("history"), where),
+                (_with_inputs(present, question, where), present[answer]),
+            ]
+            messages = _from_pairs(pairs, where)
         case _:
             found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
             *others, last = (" and ".join(form) for form in FORMS)
@@ -231,8 +236,24 @@ def _with_inputs(row: Mapping[str, Any], question: str, where: str) -> str:
     return "\n\n".join(text for text in texts.values() if text.strip())
 
 
-def _question_and_answer(question: Any, answer: Any, where: str) -> list[Message]:
-    return _messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], where)
+def _history(value: Any, where: str) -> list[tuple[Any, Any]]:
+    """Returns the earlier pairs (question, answer) of a row. value: a list, its JSON text, or None."""
+    if isinstance(value, str):
+        value = _json(value, "history", where) if value.strip() else None
+    if not value:
+        return []
+    entries = _list(value, "history", where)
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError(f"each entry of history must be a list [question, answer]; {where} has {entry!r}")
+    return [(question, answer) for question, answer in entries]
+
+
+def _from_pairs(pairs: list[tuple[Any, Any]], where: str) -> list[Message]:
+    roles = "user", "assistant"
+    return _messages(
+        [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)], where
+    )
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:
@@ -322,6 +343,9 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
+    """Returns a list that is not empty. value: the list, or its JSON text."""
+    if isinstance(value, str):
+        value = _json(value, name, where)
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list; {where} has a {type(value).__name__}")
     if not value:

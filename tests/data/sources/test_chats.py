@@ -47,6 +47,29 @@ def test_a_context_or_input_follows_the_instruction_or_question(question, name, 
     assert chat.trained_from == 0
 
 
+@pytest.mark.parametrize("as_text", [False, True], ids=["lists", "json-text"])
+def test_earlier_questions_and_answers_come_first(as_text, tmp_path):
+    history, messages = [["2?", "3."], ["4?", "5."]], [QUESTION, ANSWER]
+    sharegpt = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]
+    rows = [
+        {"instruction": "2 +", "input": "2?", "output": "is 4.", "system": "be brief.", "history": history},
+        {"question": "2 + 2?", "answer": "is 4.", "history": []},
+        {"messages": messages},
+        {"conversations": sharegpt},
+    ]
+    if as_text:
+        rows = [{k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    earlier = [
+        chat_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    first = [chat_message("system", "be brief."), *earlier, chat_message("user", "2 +\n\n2?"), ANSWER]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "a.parquet")
+    write_jsonl(tmp_path / "b.jsonl", rows[1:])
+    found = chats(tmp_path)
+    assert [chat.messages for chat in found] == [first, messages, messages, messages]
+    assert found[0].trained_from == 1, "the answers of the history are trained on too"
+
+
 def test_the_texts_of_a_content_with_parts_are_concatenated(tmp_path):
     parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
     assert parse_chat({"messages": [chat_message("user", parts), ANSWER]}, "").messages == [QUESTION, ANSWER]
@@ -156,7 +179,12 @@ def with_message(**changes):
         ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
         ({"question": "2", "answers": ["3"]}, "question and answer, .*; .*line 2 has question, answers"),
         ({"messages": []}, "messages must have at least one entry; .*line 2 has an empty list"),
-        ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
+        ({"messages": "hello"}, "messages must be JSON; .*line 2 has 'hello': Expecting value"),
+        ({"messages": '{"role": "user"}'}, "messages must be a list; .*line 2 has a dict"),
+        ({"conversations": "[]"}, "conversations must have at least one entry; .*line 2 has an empty list"),
+        ({"instruction": "2", "output": "3", "history": {"a": "b"}}, "history must be a list; .*line 2 has a dict"),
+        ({"question": "2", "answer": "3", "history": [["4"]]}, r"a list \[question, answer\]; .*line 2 has \['4'\]"),
+        ({"query": "2", "response": "3", "history": [["4", ""]]}, "line 2, message 1 with role assistant is empty"),
         ({"prompt": 2, "completion": "4"}, "prompt must be a list; .*line 2 has a int"),
         ({"messages": ["hello"]}, "a message must be an object; .*line 2, message 0 is a str"),
         ({"messages": [QUESTION]}, "must have an assistant's message to train on; .*line 2 has none"),
