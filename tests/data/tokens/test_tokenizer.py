@@ -26,6 +26,30 @@ def test_splitting_of_special_tokens_is_part_of_the_identity(tmp_path):
     assert found[0] == found[2]
 
 
+class WithoutOffsets:
+    """A backend that refuses to encode a text with offsets, which take a quarter of the memory."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def encode_batch(self, texts, **options):
+        assert not any(texts)
+        return self.backend.encode_batch(texts, **options)
+
+
+def test_texts_are_encoded_whole_and_without_offsets(tmp_path):
+    tokenizer = HFTokenizer(save_tokenizer(tmp_path))
+    texts = ["the weather in Rome is sunny", "", "ü ∑ 🙂<|im_end|>"]
+    expected = tokenizer.hf(texts, add_special_tokens=False).input_ids
+    tokenizer.hf.backend_tokenizer.enable_truncation(2)
+    tokenizer.hf.backend_tokenizer.enable_padding()
+    tokenizer.hf._tokenizer = WithoutOffsets(tokenizer.hf.backend_tokenizer)
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
+
+
 def test_the_merges_of_a_slow_tokenizer_are_part_of_the_identity(tmp_path):
     vocabulary = ["a@@", "ab@@", "c", "bc", "<unk>"]
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
