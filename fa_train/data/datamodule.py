@@ -412,10 +412,14 @@ def hf_data(
     text_column: str,
     tokenizer: str | None,
     cache_dir: str | None,
+    val_split: NonEmptyText | None = None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns a data module with a Hugging Face dataset. tokenizer: as in `text_data`."""
-    corpus = HFCorpus(name, config, split, text_column)
+    """Returns a data module with a Hugging Face dataset.
+
+    tokenizer: as in `text_data`. val_split: the split for validation, or None to hold out about 2% of the documents.
+    """
+    corpus = WithValidation.read(lambda part: HFCorpus(name, config, str(part), text_column), split, val_split, "split")
     return PackedDataModule(TokenizedCorpus(corpus, TextEncoder(load_tokenizer(tokenizer)), cache_dir), **packing)
 
 

@@ -4,15 +4,17 @@ import gc
 import json
 import multiprocessing
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
 
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
-from fa_train.data.datamodule import sft_data, synthetic_data, text_data
+from fa_train.data.datamodule import hf_data, sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX
 from tests.data.support.chats import CHATML, PAIR, many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
@@ -405,6 +407,24 @@ def test_files_may_be_given_as_text_or_as_path(kind, tmp_path):
     data = text_data(kind(tmp_path / "texts.jsonl"), "text", None, cache, packing="best_fit", **OPTIONS)
     data.prepare_data()
     assert data.source.corpus.name == str(tmp_path / "texts.jsonl")
+
+
+def test_a_named_split_of_a_dataset_is_the_validation(tmp_path):
+    """Without val_split, about two of the 100 training documents would be held out."""
+    splits = {"train": ["a text"] * 100, "validation": ["held out"] * 3, "empty": [" "]}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    ).save_to_disk(tmp_path / "texts")
+    counts = {}
+    for split in ("validation", None, "empty", "nowhere"):
+        given = str(tmp_path / "texts"), None, "train", "text", None, str(tmp_path / "cache")
+        data = hf_data(*given, split, packing="best_fit", **OPTIONS)
+        message = (
+            "^data.val_split=empty must have a document with text" if split == "empty" else "^the split nowhere of"
+        )
+        with pytest.raises(ValueError, match=message) if split in ("empty", "nowhere") else nullcontext():
+            counts[split] = [data.layouts(held_out=held_out)[""].report.documents for held_out in (False, True)]
+    assert counts["validation"] == [100, 3] and sum(counts[None]) == 100 and list(counts) == ["validation", None]
 
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])

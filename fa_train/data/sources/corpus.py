@@ -71,27 +71,37 @@ def is_held_out(key: str) -> bool:
 
 
 class WithValidation(Generic[Document]):
-    """Two corpora as one. The documents of `validation` are held out, and those of `training` are not."""
+    """Two corpora as one. The documents of `validation` are held out, and those of `training` are not.
 
-    def __init__(self, training: Corpus[Document], validation: Corpus[Document]) -> None:
+    settings: the settings that name the two corpora, such as data.path=<path>, for error messages.
+    """
+
+    def __init__(self, training: Corpus[Document], validation: Corpus[Document], settings: tuple[str, str]) -> None:
         self.name = training.name
         self.parts = {TRAINING: training, VALIDATION: validation}
+        self._settings = dict(zip(self.parts, settings, strict=True))
 
     @classmethod
     def read(
-        cls, read: Callable[[str | Path], Corpus[Document]], path: str | Path, val_path: str | Path | None
+        cls,
+        read: Callable[[str | Path], Corpus[Document]],
+        path: str | Path,
+        val_path: str | Path | None,
+        key: str = "path",
     ) -> Corpus[Document]:
         """Reads the corpora at `path` and `val_path`. If val_path is None, returns read(path).
 
+        key: the settings data.<key> and data.val_<key> hold `path` and `val_path`.
         Raises: the ValueError of `read`. If the error concerns val_path, the message says so.
         """
         training = read(path)
         if val_path is None:
             return training
+        settings = f"data.{key}={path}", f"data.val_{key}={val_path}"
         try:
-            return cls(training, read(val_path))
+            return cls(training, read(val_path), settings)
         except ValueError as error:
-            raise ValueError(f"data.val_path={val_path}: {error}") from error
+            raise ValueError(f"{settings[1]}: {error}") from error
 
     def documents(self) -> Iterator[tuple[str, Document]]:
         for prefix, corpus in self.parts.items():
@@ -102,9 +112,8 @@ class WithValidation(Generic[Document]):
                 raise ValueError(f"{self.shown(prefix == VALIDATION)}: {error}") from error
 
     def shown(self, held_out: bool) -> str:
-        """Returns the text data.path=<name> or data.val_path=<name>, for error messages."""
-        prefix = VALIDATION if held_out else TRAINING
-        return f"{prefix.rstrip(':')}={self.parts[prefix].name}"
+        """Returns the setting that names a corpus, such as data.path=<path> or data.val_path=<path>."""
+        return self._settings[VALIDATION if held_out else TRAINING]
 
     @property
     def n_skipped(self) -> int:
@@ -204,7 +213,7 @@ class HFCorpus:
 
     @cached_property
     def dataset(self) -> Any:
-        asked = f"data.name={self.name}, data.config={self.config}, data.split={self.split}"
+        asked = f"the split {self.split} of data.name={self.name}, data.config={self.config}"
         dataset = load_hf_dataset(self.name, self.config, self.split, asked)
         require_column(self.text_column, dataset.column_names, self.name)
         return dataset.select_columns([self.text_column])
