@@ -4,8 +4,9 @@ Each layer caches its keys and values. The forward pass for a new token therefor
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from fa_kernels import flash_attn_with_kvcache
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_train.bounds import PositiveInt
-from fa_train.data.sources.chats import ChatCorpus, Message
+from fa_train.data.sources.chats import Chat, ChatCorpus, Message
 from fa_train.data.sources.corpus import is_held_out
 from fa_train.data.tokens.sft import ChatEncoder, named_rejection
 from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
@@ -172,13 +173,12 @@ class Sample:
         loaded = load_tokenizer(self.tokenizer)
         encoder = ChatEncoder(loaded, self.chat_template)
         try:
-            sampled = sampled_chat(self.chats, encoder)
+            asked = sampled_chat(self.chats, encoder)
         except ValueError as error:  # an error of `chats`: the data module has already read val_path and path
             raise ValueError(f"sample.chats={self.chats}: {error}") from error
-        if sampled is None:
+        if asked is None:
             return
-        messages, tools = sampled
-        prompt = chat_prompt(encoder, messages, tools)
+        prompt = chat_prompt(encoder, asked.messages, asked.tools, asked.template_kwargs)
         try:
             lit_gpt.model.require_seq_len(len(prompt) + self.max_new_tokens)
         except ValueError as error:
@@ -190,19 +190,19 @@ class Sample:
         if not trainer.is_global_zero:
             return
         answer = loaded.decode(ids)
-        asked = messages[-1]["content"]
-        trainer.print(f"sample after {trainer.global_step} steps\n  asked: {asked}\n  answer: {answer}")
-        record = {"step": trainer.global_step, "messages": messages, "answer": answer}
+        question = asked.messages[-1]["content"]
+        trainer.print(f"sample after {trainer.global_step} steps\n  asked: {question}\n  answer: {answer}")
+        record = {"step": trainer.global_step, "messages": asked.messages, "answer": answer}
         with Path(trainer.default_root_dir, "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def sampled_chat(path: str, encoder: ChatEncoder) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
-    """Returns the prompt of a chat as a list of messages, and the chat's tools.
+def sampled_chat(path: str, encoder: ChatEncoder) -> Chat | None:
+    """Returns a chat without the first answer that the model is trained on, and without all later messages.
 
-    The prompt consists of the chat's messages before the first answer that the model is trained on. The chat is the
-    first held-out chat, or the last chat if no chat is held out. Chats without a prompt are skipped. Returns None if
-    all chats are skipped. Chats that the template rejects are skipped too, unless the template rejects all chats.
+    The chat is the first held-out chat, or the last chat if no chat is held out. Chats without a prompt are skipped.
+    Returns None if all chats are skipped. Chats that the template rejects are skipped too, unless the template rejects
+    all chats.
     """
     last = None
     for key, chat in ChatCorpus(path, skip_invalid=True, say=lambda line: None).documents():
@@ -212,15 +212,21 @@ def sampled_chat(path: str, encoder: ChatEncoder) -> tuple[list[Message], list[d
             continue
         accepted = not encoder.rejects(chat)
         if accepted or last is None:
-            last = asked, chat.tools
+            last = replace(chat, messages=asked)
         if accepted and is_held_out(key):
             break
     return last
 
 
-def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:
+def chat_prompt(
+    encoder: ChatEncoder,
+    messages: list[Message],
+    tools: list[Any] | None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Renders messages with the encoder's template up to the start of the answer, and returns the tokens.
 
+    template_kwargs: variables of the template.
     Raises: ValueError if the template rejects the messages.
     """
     assert isinstance(encoder.tokenizer, HFTokenizer)
@@ -228,7 +234,9 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
     roles = ", ".join(message["role"] for message in messages)
     rejected = f"{encoder.name}'s chat template rejects a prompt of messages with the roles {roles}"
     with named_rejection(rejected):
-        text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        text = hf.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **template_kwargs or {}
+        )
     return list(hf(text, add_special_tokens=False).input_ids)
 
 

@@ -140,13 +140,13 @@ def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path, capsys):
     chats = without_question + [{"messages": [ask(str(i)), answer, ask("more"), answer]} for i in range(200)]
     path = write_jsonl(tmp_path / "chats.jsonl", chats)
     encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))
-    messages, tools = sampled_chat(str(path), encoder)
+    sampled = sampled_chat(str(path), encoder)
     held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
-    assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
+    assert sampled.messages == chats[held_out]["messages"][:1] and held_out > 1 and sampled.tools is None
     pairs = [{"prompt": prompt, "completion": "b"} for prompt in ("z", "a")]
     # none of the few rows of this file is held out for validation
     few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question, {"text": "no chat"}])
-    assert sampled_chat(str(few), encoder) == ([ask("a")], None)
+    assert sampled_chat(str(few), encoder).messages == [ask("a")]
     assert not capsys.readouterr().out, "only the packing report says that rows are skipped"
     assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question)), encoder) is None
 
@@ -157,7 +157,17 @@ def test_a_chat_that_the_template_rejects_is_not_sampled_unless_there_is_no_othe
     encoder = ChatEncoder(HFTokenizer(str(tmp_path)))
     for prompts, sampled in [("abc", "b"), ("ac", "a")]:
         path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": prompt, "completion": "yes"} for prompt in prompts])
-        assert sampled_chat(str(path), encoder) == ([ask(sampled)], None)
+        assert sampled_chat(str(path), encoder).messages == [ask(sampled)]
+
+
+def test_the_prompt_of_a_chat_has_the_template_variables_of_its_row(tmp_path):
+    chat_tokenizer("{{ mood }}" + CHATML).save_pretrained(tmp_path)
+    encoder = ChatEncoder(HFTokenizer(str(tmp_path)))
+    row = {"prompt": "2?", "completion": "4", "chat_template_kwargs": {"mood": "sunny"}}
+    chat = sampled_chat(str(write_jsonl(tmp_path / "chats.jsonl", [row])), encoder)
+    prompt = chat_prompt(encoder, chat.messages, chat.tools, chat.template_kwargs)
+    wanted = "sunny<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"
+    assert encoder.tokenizer.hf.decode(prompt) == wanted
 
 
 def test_a_seed_gives_one_text():

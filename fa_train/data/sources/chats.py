@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,14 @@ class Chat:
     """One chat. The model is trained on all assistant messages whose index is at least `trained_from`.
 
     where: the file and the line of the chat, for error messages.
+    template_kwargs: variables of the chat template, such as {"enable_thinking": False}.
     """
 
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     trained_from: int
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Returns the number of characters in the messages."""
@@ -75,7 +77,8 @@ class ChatCorpus:
     The content of a message is a string, or a list of parts {"type": "text", "text": ...}. The strings of the parts are
     concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
-    "system", a text that becomes the first message unless the chat already begins with a system prompt.
+    "system", a text that becomes the first message unless the chat already begins with a system prompt. A row can also
+    have "chat_template_kwargs", an object with variables of the chat template, or the JSON text of such an object.
     skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a
     .jsonl file is not valid JSON.
     n_skipped: the number of rows that the last complete iteration skipped.
@@ -218,7 +221,8 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         messages, trained_from = [{"role": "system", "content": system}, *messages], trained_from + 1
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
-    return Chat(where, messages, _tools(present.get("tools"), where), trained_from)
+    template_kwargs = _template_kwargs(present.get("chat_template_kwargs"), where)
+    return Chat(where, messages, _tools(present.get("tools"), where), trained_from, template_kwargs)
 
 
 def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
@@ -340,6 +344,14 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError(f"tools must be a list of JSON schemas; {where} has {value!r}")
     return value
+
+
+def _template_kwargs(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _json(value, "chat_template_kwargs", where) if value.strip() else None
+    if not isinstance(value or {}, dict):
+        raise ValueError(f"chat_template_kwargs must be an object; {where} has {value!r}")
+    return value or {}
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:

@@ -286,9 +286,8 @@ class ChatEncoder:
         # apply_chat_template is not used here, because it returns no spans and rejects an empty list of messages.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        arguments: dict[str, Any] = dict(
-            tools=chat.tools, add_generation_prompt=add_generation_prompt, **self._hf.special_tokens_map
-        )
+        arguments = chat.template_kwargs | self._hf.special_tokens_map
+        arguments |= {"tools": chat.tools, "add_generation_prompt": add_generation_prompt}
         templates = [template, _with_markers(template)] if has_blocks else [template]
         part = "" if len(messages) == len(chat.messages) else f"the first {len(messages)} messages of "
         with named_rejection(f"{self.name}'s chat template rejects {part}{chat.where}"):

@@ -215,6 +215,7 @@ def with_message(**changes):
         (with_message(tool_calls=[{"id": 1}]), "must have the name of a function; .*line 2, message 1 has"),
         (with_message(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments must be JSON; .*line 2, message 1 has"),
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
+        (PAIR | {"chat_template_kwargs": ["f"]}, r"chat_template_kwargs must be an object; .*line 2 has \['f'\]"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "a role must be one of .*message 0 has 'alien'"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, r"a role must be one of .*message 0 has \['human'\]"),

@@ -87,6 +87,19 @@ def test_an_empty_list_of_tool_calls_means_no_calls(tmp_path):
     assert found.tokens.tolist() == expected.tokens.tolist() and found.loss_mask.any()
 
 
+def test_the_template_has_the_variables_of_the_row(tmp_path):
+    """TRL reads the same column. SmolTalk 2 has it."""
+    chat_encoder = encoder(tmp_path, "{{ '/no_think' if enable_thinking is false }}{{ bos_token }}" + CHATML)
+    bare = chat_encoder.render(parse_chat(PAIR, "")).text
+    for value in (
+        {"enable_thinking": False, "tools": [TOOL], "add_generation_prompt": True},
+        '{"enable_thinking": false}',
+    ):
+        chat = parse_chat(PAIR | {"chat_template_kwargs": value}, "")
+        assert chat_encoder.render(chat).text == "/no_think" + bare
+        assert runs(chat_encoder, encode(chat_encoder, PAIR | {"chat_template_kwargs": value})) == ["is 4.<|im_end|>"]
+
+
 @pytest.mark.parametrize("arguments", [{"city": "\ud800"}, '{"city": "\\ud800"}'], ids=["object", "json-text"])
 def test_lone_surrogates_in_tools_and_calls_are_replaced(tmp_path, arguments):
     def row(arguments, text):
