@@ -30,9 +30,10 @@ MAY_BE_EMPTY = ("tool", "system", "developer")  # without an empty one, some tem
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
-    ("question", "answer"), ("query", "response"), ("prompt", "response"),
+    ("question", "answer"), ("query", "response"), ("prompt", "response"), ("question", "response"),
 )  # fmt: skip
 INPUTS = ("context", "input")  # optional columns whose texts are added to an instruction, a question or a query
+SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt, of which the first is used
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
@@ -70,15 +71,15 @@ class ChatCorpus:
       messages. The model is trained only on the completion or response.
       Alpaca: {"instruction", "input", "output"}.
       Dolly: {"instruction", "context", "response"}.
-      Question and answer: {"question", "answer"} or {"query", "response"}.
+      Question and answer: {"question", "answer"}, {"question", "response"} or {"query", "response"}.
     In the last three forms, the texts of the columns "context" and "input" are added to the instruction, question or
     query. Both columns may be missing or empty. An optional column "history" holds earlier pairs [question, answer].
     A list of messages, conversations or pairs can also be given as JSON text.
     The content of a message is a string, or a list of parts {"type": "text", "text": ...}. The strings of the parts are
     concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
-    "system", a text that becomes the first message unless the chat already begins with a system prompt. A row can also
-    have "chat_template_kwargs", an object with variables of the chat template, or the JSON text of such an object.
+    "system" or "system_prompt", a text that becomes the first message unless the chat begins with a system prompt.
+    "chat_template_kwargs" is an object with variables of the chat template, or the JSON text of such an object.
     skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a
     .jsonl file is not valid JSON.
     n_skipped: the number of rows that the last complete iteration skipped.
@@ -214,9 +215,10 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
             found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
             *others, last = (" and ".join(form) for form in FORMS)
             raise ValueError(f"a chat must have {', '.join(others)}, or {last}; {where} has {found}")
-    system = present.get("system", "")
+    name = next((name for name in SYSTEM if name in present), SYSTEM[0])
+    system = present.get(name, "")
     if not isinstance(system, str):
-        raise ValueError(f"system must be a text; {where} has a {type(system).__name__}")
+        raise ValueError(f"{name} must be a text; {where} has a {type(system).__name__}")
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages, trained_from = [{"role": "system", "content": system}, *messages], trained_from + 1
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):

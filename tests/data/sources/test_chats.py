@@ -87,15 +87,16 @@ def test_the_texts_of_a_content_with_parts_are_concatenated(tmp_path):
 def test_a_system_prompt_may_have_its_own_column():
     system = chat_message("system", "be brief.")
     sharegpt = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]}
-    for row in (PAIR, sharegpt, {"messages": [QUESTION, ANSWER]}, {"messages": [system, QUESTION, ANSWER]}):
-        chat = parse_chat(row | {"system": "be brief."}, "")
-        assert chat.messages == [system, QUESTION, ANSWER]
+    orca = {"question": "2 + 2?", "response": "is 4."}
+    for row in (PAIR, sharegpt, orca, {"messages": [QUESTION, ANSWER]}, {"messages": [system, QUESTION, ANSWER]}):
+        for name in ("system", "system_prompt"):
+            assert parse_chat(row | {name: "be brief."}, "").messages == [system, QUESTION, ANSWER]
     assert parse_chat(PAIR | {"system": "be brief."}, "").trained_from == 2
     begun = [chat_message("developer", "be long."), QUESTION, ANSWER]
     assert parse_chat({"messages": begun, "system": "be brief."}, "").messages == begun
     assert parse_chat(PAIR | {"system": " "}, "").messages == [QUESTION, ANSWER]
-    with pytest.raises(ValueError, match=r"system must be a text; row 1 has a list"):
-        parse_chat(PAIR | {"system": ["be brief."]}, "row 1")
+    with pytest.raises(ValueError, match=r"system_prompt must be a text; row 1 has a list"):
+        parse_chat(PAIR | {"system_prompt": ["be brief."]}, "row 1")
 
 
 def test_a_system_prompt_may_be_empty():
