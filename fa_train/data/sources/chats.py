@@ -66,7 +66,7 @@ class ChatCorpus:
     If `save_to_disk` of the `datasets` library has written the folder `path`, the split `train` is read.
     A row has one of the following forms.
       OpenAI: {"messages": [{"role", "content", ...}, ...]}.
-      ShareGPT: {"conversations": [{"from", "value"}, ...]}.
+      ShareGPT: {"conversations": [{"from", "value"}, ...]}. The messages can also have "role" and "content".
       Prompt and completion: {"prompt", "completion"} or {"prompt", "response"}. Each value is a text or a list of
       messages. The model is trained only on the completion or response.
       Alpaca: {"instruction", "input", "output"}.
@@ -200,7 +200,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         case ("messages",):
             messages = _messages(present["messages"], where)
         case ("conversations",):
-            messages = _messages(_from_sharegpt(present["conversations"], where), where)
+            messages = _messages(_from_sharegpt(present["conversations"], where), where, "conversations")
         case ("prompt", answer):
             prompt = _prompt_or_completion(present, "prompt", "user", where)
             trained_from = len(prompt)
@@ -263,8 +263,12 @@ def _from_pairs(pairs: list[tuple[Any, Any]], where: str) -> list[Message]:
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:
+    """Converts a list of ShareGPT's messages to messages with role and content. Other lists stay as they are."""
     messages = []
-    for number, message in enumerate(_list(value, "conversations", where)):
+    entries = _list(value, "conversations", where)
+    if isinstance(entries[0], dict) and "role" in entries[0]:  # as unsloth's standardize_sharegpt writes them
+        return entries
+    for number, message in enumerate(entries):
         if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
             raise ValueError(
                 f"each entry of conversations must have from and value; {where}, message {number} is {message!r}"

@@ -24,10 +24,11 @@ def test_all_formats_give_the_same_chat():
     alpaca = {"instruction": "2 + 2?", "output": "is 4."}
     question = {"question": "2 + 2?", "answer": "is 4."}
     dolly = {"instruction": "2 + 2?", "context": "", "response": "is 4.", "category": "open_qa"}
+    unsloth = {"conversations": [QUESTION, ANSWER]}
     pairs = [{"query": "2 + 2?", "response": "is 4."}, {"prompt": "2 + 2?", "response": "is 4."}]
     pairs.append({"prompt": [QUESTION], "response": [ANSWER]})
     same = [alpaca, alpaca | {"input": ""}, alpaca | {"input": None}, question, PAIR | {"tools": None, "id": 3}]
-    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs):
+    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth):
         chat = parse_chat(row, "")
         assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
         assert chat.trained_from == int("prompt" in row), "only a prompt is never trained on"
