@@ -202,6 +202,8 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         case ("conversations",):
             messages = _messages(_from_sharegpt(present["conversations"], where), where, "conversations")
         case ("prompt", answer):
+            if present.get("label") is False:  # in KTO's format, false marks an answer to avoid
+                raise ValueError(f"a completion's label must be true or absent; {where} has label false")
             prompt = _prompt_or_completion(present, "prompt", "user", where)
             trained_from = len(prompt)
             messages = prompt + _prompt_or_completion(present, answer, "assistant", where)

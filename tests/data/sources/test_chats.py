@@ -27,7 +27,13 @@ def test_all_formats_give_the_same_chat():
     unsloth = {"conversations": [QUESTION, ANSWER]}
     pairs = [{"query": "2 + 2?", "response": "is 4."}, {"prompt": "2 + 2?", "response": "is 4."}]
     pairs.append({"prompt": [QUESTION], "response": [ANSWER]})
-    same = [alpaca, alpaca | {"input": ""}, alpaca | {"input": None}, question, PAIR | {"tools": None, "id": 3}]
+    same = [
+        alpaca,
+        alpaca | {"input": ""},
+        alpaca | {"input": None},
+        question,
+        PAIR | {"tools": None, "id": 3, "label": True},
+    ]
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth):
         chat = parse_chat(row, "")
         assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
@@ -217,6 +223,7 @@ def with_message(**changes):
         (with_message(tool_calls=[{"id": 1}]), "must have the name of a function; .*line 2, message 1 has"),
         (with_message(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments must be JSON; .*line 2, message 1 has"),
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
+        (PAIR | {"label": False}, "a completion's label must be true or absent; .*line 2 has label false"),
         (PAIR | {"chat_template_kwargs": ["f"]}, r"chat_template_kwargs must be an object; .*line 2 has \['f'\]"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "a role must be one of .*message 0 has 'alien'"),
