@@ -250,10 +250,11 @@ def _require_utf8(path: Path) -> None:
 
 def _not_utf8(where: str, byte: int) -> ValueError:
     """Returns an error about a byte that is not valid UTF-8. where: the file and the line."""
+    encoding = "utf-16" if byte in (0xFE, 0xFF) else "latin1"  # UTF-16 begins with one of these bytes
     return ValueError(
         f"a text file must be UTF-8; {where} has the byte {byte:#04x}. Decompress a compressed file, and convert a "
-        "file in another encoding, for example with `iconv -f latin1 -t utf-8`. `iconv -c -f utf-8 -t utf-8` removes "
-        "invalid bytes"
+        f"file in another encoding, for example with `iconv -f {encoding} -t utf-8`. `iconv -c -f utf-8 -t utf-8` "
+        "removes invalid bytes"
     )
 
 
