@@ -232,6 +232,8 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
 def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
     """Returns the messages in the column `name`. A text becomes a single message."""
     value = row[name]
+    if not isinstance(value, str | list):
+        raise ValueError(f"{name} must be a text or a list of messages; {where} has a {type(value).__name__}")
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, name)
 
 

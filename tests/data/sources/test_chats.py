@@ -193,7 +193,7 @@ def with_message(**changes):
         ({"instruction": "2", "output": "3", "history": {"a": "b"}}, "history must be a list; .*line 2 has a dict"),
         ({"question": "2", "answer": "3", "history": [["4"]]}, r"a list \[question, answer\]; .*line 2 has \['4'\]"),
         ({"query": "2", "response": "3", "history": [["4", ""]]}, "line 2, message 1 with role assistant is empty"),
-        ({"prompt": 2, "completion": "4"}, "prompt must be a list; .*line 2 has a int"),
+        ({"prompt": 2, "completion": "4"}, "prompt must be a text or a list of messages; .*line 2 has a int"),
         ({"messages": ["hello"]}, "a message must be an object; .*line 2, message 0 is a str"),
         ({"messages": [QUESTION]}, "must have an assistant's message to train on; .*line 2 has none"),
         (
