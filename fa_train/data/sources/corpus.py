@@ -203,12 +203,17 @@ class TextCorpus:
 class HFCorpus:
     """A Hugging Face dataset, which `load_hf_dataset` loads on first use.
 
-    Raises: ValueError if `name` is empty, or the dataset cannot be loaded or has no text_column.
+    Raises: ValueError if `name` is empty or a file, or the dataset cannot be loaded or has no text_column.
     """
 
     def __init__(self, name: str, config: str | None, split: str, text_column: str) -> None:
         if not name.strip():
             raise ValueError("data.name must be a dataset of the Hugging Face hub or a folder; got an empty text")
+        if Path(name).expanduser().is_file():
+            raise ValueError(
+                f"data.name must be a dataset of the Hugging Face hub or a folder; {name} is a file. Use data=text "
+                f"data.path={name}"
+            )
         self.name, self.config, self.split, self.text_column = name, config, split, text_column
 
     @cached_property

@@ -94,6 +94,15 @@ def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
         texts(tmp_path / "saved")
 
 
+def test_a_file_is_no_dataset(folder):
+    """`datasets` would search the hub for a dataset with the file's name."""
+    file = next(folder.glob("*.txt"))
+    with pytest.raises(
+        ValueError, match=rf"^data.name must be .* or a folder; {file} is a file. Use data=text data.path"
+    ):
+        HFCorpus(str(file), None, "train", "text")
+
+
 @pytest.mark.parametrize("split", ["train[2:]", "train[90%:]", "train[:0]"])
 def test_a_part_of_a_saved_dataset_without_rows_is_refused(split, tmp_path):
     datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path)
