@@ -279,8 +279,8 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
             )
         role = message["from"]
         role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-        marks = {name: message[name] for name in TRAINED if name in message}
-        messages.append({"role": role, "content": message["value"], **marks})
+        others = {name: entry for name, entry in message.items() if name not in ("from", "value")}
+        messages.append({"role": role, "content": message["value"], **others})
     return messages
 
 

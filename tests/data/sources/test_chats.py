@@ -129,6 +129,12 @@ def test_marks_of_trained_messages_are_accepted():
     assert parse_chat(sharegpt, "").messages == [QUESTION, ANSWER]
 
 
+def test_the_other_fields_of_a_sharegpt_message_stay():
+    fields = {"reasoning_content": "Two plus two.", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+    sharegpt = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4.", **fields}]
+    assert parse_chat({"conversations": sharegpt}, "").messages == [QUESTION, ANSWER | fields]
+
+
 def test_files_may_begin_with_a_byte_order_mark(tmp_path):
     row = json.dumps({"messages": [QUESTION, ANSWER]})
     (tmp_path / "a.jsonl").write_text(row + "\n", encoding="utf-8-sig")
