@@ -177,6 +177,7 @@ class ChatEncoder:
         self._require_texts(template, chat, text)
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained_on = [i for i in answers if i >= chat.trained_from]
+        self._require_reasoning(template, chat, trained_on)
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
         elif trained_on != answers:
@@ -232,6 +233,17 @@ class ChatEncoder:
                     f"{name} of {chat.where}, message {i}, with role {role}. Set data.chat_template=<file> to a "
                     f"template that renders it, or {instead}"
                 )
+
+    def _require_reasoning(self, template: str, chat: Chat, trained_on: list[int]) -> None:
+        """Raises: ValueError if the template omits the reasoning of a trained answer even if the chat ends with it.
+
+        `_require_texts` checks this for the last message. Here, the last trained answer with reasoning is checked.
+        """
+        reasoned = [i for i in trained_on if _reasoning(chat.messages[i])]
+        if not reasoned or reasoned[-1] == len(chat.messages) - 1:
+            return
+        begin = chat.messages[: reasoned[-1] + 1]
+        self._require_texts(template, replace(chat, messages=begin), self._render(template, chat, begin).text)
 
     def _spans_from(self, template: str, chat: Chat, index: int, rendered: Rendered) -> Spans:
         """Returns the spans of the {% generation %} blocks of chat.messages[index:]. rendered: the whole chat.

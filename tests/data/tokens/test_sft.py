@@ -379,6 +379,12 @@ REASONING = HEAD + (
             id="field-with-reasoning",
         ),
         pytest.param(
+            CHATML,
+            [*ANSWERED_WITH_REASONING, ASKED, chat_message("assistant", "4.")],
+            "omits the reasoning_content of chats.jsonl, line 1, message 1",
+            id="reasoning-of-an-earlier-answer-that-is-trained-on",
+        ),
+        pytest.param(
             REASONING,
             ANSWERED_AFTER_THINKING,
             "omits the reasoning of chats.jsonl, line 1, message 1",
