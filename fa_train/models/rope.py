@@ -192,7 +192,13 @@ def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None
             raise ValueError(f"rope_scaling.{name} must be a positive number; got {value}")
     if given["factor"] < 1:
         raise ValueError(f"rope_scaling.factor must be at least 1; got {given['factor']}")
-    return SCALINGS[kind](**given)
+    scaling = SCALINGS[kind](**given)
+    if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor < scaling.low_freq_factor:
+        raise ValueError(
+            f"rope_scaling.high_freq_factor must be at least low_freq_factor={scaling.low_freq_factor}; "
+            f"got {scaling.high_freq_factor}"
+        )
+    return scaling
 
 
 def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:

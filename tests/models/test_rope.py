@@ -152,6 +152,11 @@ def test_both_spellings_of_a_scaling_are_read():
         pytest.param({"rope_type": "yarn", "factor": 2.0}, "missing: original_max_position_embeddings", id="length"),
         pytest.param({"rope_type": "linear", "factor": "2"}, "factor must be a positive number; got 2", id="text"),
         pytest.param({"rope_type": "linear", "factor": 0.5}, "factor must be at least 1; got 0.5", id="shrinking"),
+        pytest.param(
+            {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 8, "high_freq_factor": 0.5},
+            "high_freq_factor must be at least low_freq_factor=1.0; got 0.5",
+            id="bands",
+        ),
     ],
 )
 def test_impossible_scalings_are_named(parameters, message):
