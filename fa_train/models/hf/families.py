@@ -86,6 +86,8 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
         # Only the second call of standardize_rope_params copies original_max_position_embeddings into rope_parameters.
         # `for_model` has made the first call. Models of transformers also call standardize_rope_params twice.
         normalised.standardize_rope_params()
+        if normalised.rope_parameters.get("truncate", True) is None:  # transformers treats null as false
+            raise ValueError(f"{path}: rope_parameters.truncate must be true or false; got null")
     for name, supported in family.required.items():
         found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]
         if found not in supported:
@@ -199,6 +201,8 @@ def _gemma3(config: Any) -> dict[str, Any]:
         raise ValueError("sliding_window must be a number of tokens; got null")
     if by_kind["full_attention"].get("truncate") is False:
         raise ValueError("rope_parameters.full_attention must not have truncate=false, which transformers ignores")
+    if not by_kind.get("truncate", True):  # transformers reads this key, and not that of full_attention
+        raise ValueError(f"rope_parameters.truncate must be true or missing; got {json.dumps(by_kind['truncate'])}")
     config.rope_parameters = by_kind["full_attention"]
     arguments = _gemma2(config)
     return arguments | {
