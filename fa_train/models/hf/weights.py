@@ -91,7 +91,7 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
 
     The function reads only the headers of the files.
     places: the result of `places_of`.
-    Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
+    Raises: ValueError if a tensor is missing, unknown, stored twice, or has a wrong shape or dtype.
     """
     known = dict(places)
     if model.config.tied:
@@ -105,6 +105,8 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
                     if _is_unused(name):
                         continue
                     raise ValueError(f"{path}: tensor {name} is not part of the model that config.json describes")
+                if place_name in places and place_name not in missing:
+                    raise ValueError(f"{path}: tensor {name} must be the only {place_name}; got two of this name")
                 place = known[place_name]
                 shape = model.get_parameter(place.parameter).shape
                 dtype = _require_fit(file.get_slice(name), place, shape, f"{path}: tensor {name}")

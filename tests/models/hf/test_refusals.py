@@ -124,6 +124,14 @@ def test_integer_weights_are_named(checkpoint):
         load_pretrained(path.parent)
 
 
+def test_a_tensor_that_is_stored_twice_is_named(checkpoint):
+    """Both names are known, because the tensors of some checkpoints have no prefix."""
+    path = checkpoint("gpt2") / "model.safetensors"
+    save_file(load_file(path) | {"h.0.ln_1.weight": torch.zeros(32)}, path)
+    with pytest.raises(ValueError, match=r"must be the only transformer.h.0.ln_1.weight; got two"):
+        load_pretrained(path.parent)
+
+
 def test_a_transposed_tensor_of_another_shape_is_named(checkpoint):
     path = checkpoint("gpt2") / "model.safetensors"
     save_file(load_file(path) | {"transformer.h.1.mlp.c_fc.weight": torch.ones(32, 96)}, path)
