@@ -65,6 +65,12 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
         return config
     if not isinstance(config.get("text_config"), dict):
         raise ValueError(f"{path}: model_type={WITH_IMAGES} must have its text_config; got {config.get('text_config')}")
+    cap = config["text_config"].get("final_logit_softcapping")
+    if cap is not None:
+        raise ValueError(
+            f"{path}: text_config.final_logit_softcapping must be null, because transformers ignores it in a model "
+            f"that also reads images; got {cap}"
+        )
     shared = {name: config[name] for name in SHARED_WITH_IMAGES if name in config}
     return shared | config["text_config"] | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
@@ -279,7 +285,7 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",
-    "pad_token_id",
+    "pad_token_id", "quantization_config",
 )  # fmt: skip
 # fields of config.json that do not change what the model computes
 IRRELEVANT = frozenset(

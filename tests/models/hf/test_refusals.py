@@ -132,6 +132,22 @@ def test_a_tensor_that_is_stored_twice_is_named(checkpoint):
         load_pretrained(path.parent)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        pytest.param({"text_config": {"final_logit_softcapping": 30.0}},
+            "text_config.final_logit_softcapping must be null, .*; got 30.0", id="soft-cap"),
+        pytest.param({"quantization_config": {"bits": 4}}, 'not supported .* quantization_config={"bits": 4}',
+            id="quantized"),
+        pytest.param({"text_config": None}, "model_type=gemma3 must have its text_config; got None", id="no-text"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_in_a_model_with_images_is_named(fields, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}} | fields))
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
+
+
 def test_a_transposed_tensor_of_another_shape_is_named(checkpoint):
     path = checkpoint("gpt2") / "model.safetensors"
     save_file(load_file(path) | {"transformer.h.1.mlp.c_fc.weight": torch.ones(32, 96)}, path)
