@@ -412,10 +412,15 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None, ends: Colle
             # with _from_model_config, transformers 4 would read config.json, and not this generation_config.json
             stored.pop("_from_model_config", None)
         return stored
-    of_base = {} if origin is None else origin.config
-    ids: dict[str, Any] = {name: of_base.get(name) if own[name] is None else own[name] for name in own}
-    ids["eos_token_id"] = _one_or_all(eos)
-    return {"_from_model_config": True} | {name: i for name, i in ids.items() if i is not None}
+    if origin is None:
+        settings: dict[str, Any] = {"_from_model_config": True}
+    else:  # transformers reads these settings from config.json if there is no generation_config.json
+        from transformers import GenerationConfig
+
+        known_names = GenerationConfig().to_dict().keys() - {"transformers_version"}
+        settings = {name: value for name, value in origin.config.items() if name in known_names}
+    settings |= {name: i for name, i in own.items() if i is not None} | {"eos_token_id": _one_or_all(eos)}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def eos_ids(model: GPT, tokenizer: SavesTokenizer | None, ends: Collection[int]) -> list[int]:

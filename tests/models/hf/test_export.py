@@ -203,6 +203,20 @@ def test_new_ends_are_added_to_the_generation_config_of_the_base(own, ends, expo
     assert model.generation_config.eos_token_id == exported
 
 
+def test_settings_of_generation_in_config_json_are_exported(checkpoint, tmp_path):
+    """transformers reads these settings from config.json if there is no generation_config.json."""
+    settings = {"repetition_penalty": 1.8, "bad_words_ids": [[5]], "do_sample": True}
+    folder = edit_config(checkpoint("llama"), **settings)
+    (folder / "generation_config.json").unlink()
+    save_pretrained(load_pretrained(folder), tmp_path / "exported")
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).generation_config.to_diff_dict()
+        for path in (tmp_path / "exported", folder)
+    )
+    assert ours == {name: value for name, value in theirs.items() if name != "_from_model_config"}
+    assert settings.items() <= ours.items()
+
+
 @pytest.mark.parametrize("option", ["hf", "mix", "stdlib", "text"])
 def test_bytes_are_the_tokens_of_the_projects_own_data(option):
     content = OmegaConf.load(CONF / f"data/{option}.yaml")
