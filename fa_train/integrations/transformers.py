@@ -55,10 +55,6 @@ REFUSED = {  # {unsupported argument of `attention`: its meaning, for the error 
     "sinks": "sinks under this name (s_aux is supported)",
 }
 
-# Without causality, eager attention in the listed layers sees sliding_window tokens on each side. In all other layers,
-# eager attention without causality sees sliding_window - 1 tokens on each side.
-INCLUSIVE_WINDOWS = {"T5GemmaSelfAttention"}
-
 
 def register() -> None:
     """Registers `attn_implementation="fa_train"` in transformers. Further calls have no effect.
@@ -169,12 +165,12 @@ def attention(
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
     is_causal = _is_causal(module, attention_mask, is_causal, q.shape[1])
+    if sliding_window is not None and causality(attention_mask) is False and _is_of_config(module, sliding_window):
+        sliding_window += 1
     if is_packed(attention_mask):
         position_ids, attention_mask = attention_mask, None
     elif attention_mask is not None and attention_mask.shape[1:] == (1, 1, 0):  # no key is masked
         attention_mask = None
-    if sliding_window is not None and not is_causal and type(module).__name__ in INCLUSIVE_WINDOWS:
-        sliding_window += 1
     window = (-1, -1)
     if sliding_window is not None and k.shape[1] > sliding_window:
         window = sliding_window - 1, 0 if is_causal else sliding_window - 1
@@ -242,6 +238,18 @@ def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool
             f"is_causal must be True or False; got None, and the layer {type(module).__name__} has no is_causal"
         )
     return bool(asked)
+
+
+def _is_of_config(module: nn.Module, sliding_window: int) -> bool:
+    """Returns whether a layer passes on the window of its config unchanged.
+
+    In a bidirectional mask, a query of eager attention sees config.sliding_window tokens on each side. The layers of
+    encoders, such as ModernBERT, therefore pass config.sliding_window + 1. Layers that can also be causal pass
+    config.sliding_window.
+    """
+    # __dict__, because a config with different windows per layer raises an error when the attribute is read
+    fields: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})
+    return fields.get("sliding_window") == sliding_window
 
 
 def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -195,6 +195,17 @@ def test_the_window_of_t5gemma_is_that_of_eager_attention():
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("mask", [None, LEFT], ids=["all", "left"])
+@torch.no_grad()
+def test_the_window_of_a_bidirectional_decoder_is_that_of_eager_attention(mask):
+    model, ids, results = tiny("mistral-window", is_causal=False), tokens(2, 11), []
+    for implementation in ("eager", fa.NAME):
+        model.set_attn_implementation(implementation)
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        results.append(logits if mask is None else logits[mask == 1])
+    torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
     ("name", "mask"),
