@@ -65,9 +65,12 @@ def require_known_window(model: Any, name: str) -> None:
     Raises: ValueError if the layers do not pass their sliding window to the attention function, and the window is
     shorter than the longest sequence.
     """
-    if not WINDOW_ONLY_IN_MASK & {base.__name__ for base in type(model).__mro__}:
+    bases, config = {base.__name__ for base in type(model).__mro__}, model.config
+    # without use_sliding_window, layers of SmolLM3 do not pass the window, but layer_types can still ask for it
+    unused = "SmolLM3PreTrainedModel" in bases and not config.use_sliding_window
+    if not WINDOW_ONLY_IN_MASK & bases and not (unused and "sliding_attention" in config.layer_types):
         return
-    window, longest = model.config.sliding_window, model.config.max_position_embeddings
+    window, longest = config.sliding_window, config.max_position_embeddings
     if window and window < longest:  # in a Qwen2-MoE without a window, sliding_window is 0
         raise ValueError(
             f"config.sliding_window of {type(model).__name__} must be None, or at least max_position_embeddings="

@@ -108,10 +108,12 @@ def test_registering_twice_adds_one_check():
     assert transformers.PreTrainedModel.get_correct_attn_implementation is check
 
 
-@pytest.mark.parametrize("name", ["Qwen2Moe", "Phimoe"])
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Phimoe", "SmolLM3"])
 def test_a_window_that_layers_do_not_pass_on_is_refused(name):
     def build(window: int | None) -> Any:
         fields = DECODER | {"max_position_embeddings": 9, "sliding_window": window, "num_experts": 2}
+        if name == "SmolLM3":
+            fields |= {"use_sliding_window": False, "layer_types": ["sliding_attention"]}
         if name == "Qwen2Moe":
             fields |= {"use_sliding_window": window is not None, "max_window_layers": 0}
         return transformers.AutoModelForCausalLM.from_config(
