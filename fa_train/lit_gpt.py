@@ -26,7 +26,13 @@ from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapter_values
 from fa_train.models.shards import local, whole
-from fa_train.optim.resume import keep_own_settings, require_same_kind
+from fa_train.optim.resume import (
+    TRAINED_WEIGHTS,
+    keep_own_settings,
+    require_same_kind,
+    require_same_names,
+    trained_weights,
+)
 from fa_train.parallel.ddp import require_averaged
 from fa_train.parallel.fsdp import (
     CONTEXT_GROUP,
@@ -71,6 +77,7 @@ class LitGPT(L.LightningModule):
         self.model = model
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.step_loss = self.step_grad_norm = torch.tensor(float("nan"))
+        self._trained_before: list[list[str]] | None = None  # the checkpoint's `TRAINED_WEIGHTS`
         self._skips_before = (0, 0)  # the checkpoint's `SKIPPED` and `SKIPPED_IN_A_ROW`, or 0 in a new run
         self._start_sums(self.device)
         if float8 is not None:
@@ -82,6 +89,7 @@ class LitGPT(L.LightningModule):
         require_precision(str(self.trainer.precision))
         if self.trainer.gradient_clip_algorithm == "value":
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
+        self._trained_before = None  # an earlier fit may have loaded another checkpoint
         if stage == TrainerFn.FITTING:  # Lightning's tuners train before on_fit_start
             self._start_sums(self.trainer.strategy.root_device)
             # Lightning wraps the model in DDP after `setup` and before on_fit_start
@@ -106,6 +114,8 @@ class LitGPT(L.LightningModule):
             strategy.shard(self.model, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
+        # FullyShardedStrategy loads a checkpoint after this hook, and checks the names itself
+        require_same_names(trained_weights(self, self.trainer.optimizers), self._trained_before)
         self._start_sums(self.device)
 
     def _start_sums(self, device: torch.device) -> None:
@@ -290,6 +300,7 @@ class LitGPT(L.LightningModule):
         for change in changes:
             show(f"warning: {change}")
         if self._is_fitting():
+            self._trained_before = checkpoint.get(TRAINED_WEIGHTS)
             for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
                 require_same_kind(self.optimizer, saved)
 
@@ -302,6 +313,7 @@ class LitGPT(L.LightningModule):
         checkpoint[ARCHITECTURE] = self.model.config.values()
         checkpoint[ADAPTER] = adapter_values(self.model)
         checkpoint[SKIPPED], checkpoint[SKIPPED_IN_A_ROW] = self.skipped_steps.item(), self._skipped_in_a_row.item()
+        checkpoint[TRAINED_WEIGHTS] = trained_weights(self, self.trainer.optimizers)
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches

@@ -1,7 +1,10 @@
 """Tests LitGPT in Lightning's training loop: accumulated gradients, their norm, and the documents of a batch."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -13,6 +16,8 @@ from fa_kernels.flash_attention import schedule as schedules
 from fa_train.lit_gpt import forget_scale, scale_or_skip
 from fa_train.models import gpt
 from fa_train.models.config import Family
+from fa_train.optim.adamw import adamw
+from fa_train.optim.resume import TRAINED_WEIGHTS, require_same_names, trained_weights
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import TOTAL, batches
 from tests.support.trainers import lit_gpt, quiet_trainer
@@ -85,6 +90,58 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
     trainer = quiet_trainer(tmp_path, precision="bf16-true", max_steps=STEPS, callbacks=[watched])
     trainer.fit(lit, DataLoader(batches(STEPS), batch_size=None))
     assert any(float(torch.tensor(norm).bfloat16()) != norm for norm in watched.norms)
+
+
+ADAMW = partial(adamw, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=False)
+
+
+def train_without(frozen: str, folder: Path, steps: int, ckpt_path: Path | None = None) -> L.Trainer:
+    """Trains all weights of the small model except `frozen`."""
+    model = small_gpt(levers(), torch.device("cpu"), n_layers=2)
+    model.get_parameter(frozen).requires_grad_(False)
+    trainer, data = quiet_trainer(folder, max_steps=steps), cast(Any, batches(steps))
+    trainer.fit(lit_gpt(model, ADAMW), DataLoader(data, batch_size=None), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_run_that_trains_other_weights_of_equal_shapes_does_not_resume(tmp_path):
+    """The moments of a weight would become those of another weight."""
+    first, second = (f"blocks.0.attention.{norm}_norm.weight" for norm in "qk")
+    saved, earlier = tmp_path / "saved.ckpt", tmp_path / "earlier.ckpt"
+    train_without(first, tmp_path, 1).save_checkpoint(saved)
+    assert train_without(first, tmp_path, 2, saved).global_step == 2
+    with pytest.raises(
+        ValueError, match=rf"only this run trains model\.{first}; only the checkpoint's run trained model\.{second}\."
+    ):
+        train_without(second, tmp_path, 2, saved)
+    content = torch.load(saved, weights_only=True)
+    del content[TRAINED_WEIGHTS]  # as in a checkpoint of an earlier version
+    torch.save(content, earlier)
+    assert train_without(second, tmp_path, 2, earlier).global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "message"),
+    [
+        pytest.param("abc", "abc", None, id="equal"),
+        pytest.param("abc", "", None, id="no-names"),
+        pytest.param("abcde", "af", "this run trains b, c, d and 1 more; .* run trained f", id="others"),
+        pytest.param("ab", "abc", "this run trains no other weights; .* run trained c", id="fewer"),
+        pytest.param("abc", "acb", "in the same order: b; got c", id="another-order"),
+    ],
+)
+def test_weights_are_compared_by_name(own, saved, message):
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        require_same_names([[*own]], [[*saved]] if saved else [])
+
+
+def test_weights_are_named_in_the_order_of_the_optimizer():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    module[1].weight = module[0].weight  # tied
+    module[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([{"params": [module[0].bias]}, {"params": [nn.Parameter(torch.ones(1))]}])
+    optimizer.add_param_group({"params": [module[1].weight]})
+    assert trained_weights(module, [optimizer]) == [["0.bias", "", "0.weight"]]
 
 
 def test_a_skipped_first_step_leaves_fused_sgd_without_a_momentum(monkeypatch):

@@ -7,12 +7,12 @@ reject a checkpoint that another kind of optimizer wrote.
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, partialmethod
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -20,6 +20,7 @@ from fa_train.optim.adamw import OptimizerKind, kind_of
 from fa_train.optim.compiled_step import CompiledStep
 from fa_train.optim.schedule import LearningRateSchedule, steps_in
 
+TRAINED_WEIGHTS = "trained_weights"  # a checkpoint stores the result of trained_weights under this key
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # torch's add these
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop store more tensors
 
@@ -96,12 +97,54 @@ def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             )
 
 
+def trained_weights(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
+    """Returns the names of each optimizer's weights, in the order of the weights in the optimizer's groups.
+
+    The name of a weight that is not in `module` is an empty text.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return [
+        [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
+        for optimizer in optimizers
+    ]
+
+
+def require_same_names(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None) -> None:
+    """Checks that a run trains the weights that its checkpoint's run trained, in the same order.
+
+    A file numbers the states of weights in this order.
+    own, saved: the results of trained_weights in the two runs. `saved` is None or empty if the checkpoint has no names.
+    Raises: ValueError if the names or their order differ.
+    """
+    if not saved or own == saved:
+        return
+    ours, theirs = ([name for names in x for name in names] for x in (own, saved))
+    more, fewer = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
+    if more or fewer:
+        raise ValueError(
+            "ckpt_path must be a checkpoint of a run that trained the same weights: only this run trains "
+            f"{_first_of(more)}; only the checkpoint's run trained {_first_of(fewer)}. Freeze the same weights as that "
+            "run"
+        )
+    counts = [len(names) for names in own], [len(names) for names in saved]
+    ours_first, theirs_first = next((x for x in zip(ours, theirs, strict=False) if x[0] != x[1]), counts)
+    raise ValueError(
+        "ckpt_path must be a checkpoint of the same optimizer, which has the weights in the same order: "
+        f"{ours_first}; got {theirs_first}"
+    )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "no other weights") + more
+
+
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Checks that the state_dict `saved` fits the optimizer's weights.
 
-    `saved` has no names of weights, so the check compares the numbers of weights. For the optimizers of fa_train and
-    most optimizers of torch, the check also compares the shapes of the moments. With a moment of another shape, a fused
-    optimizer of torch would write outside its memory.
+    `saved` has no names of weights (see require_same_names), so the check compares the numbers of weights. For the
+    optimizers of fa_train and most optimizers of torch, the check also compares the shapes of the moments. With a
+    moment of another shape, a fused optimizer of torch would write outside its memory.
     Raises: ValueError if a group of `saved` has another number of weights, or a moment has another shape.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))

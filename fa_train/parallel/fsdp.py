@@ -43,7 +43,13 @@ from fa_train.bounds import PositiveInt
 from fa_train.checkpoints.base import require_fit
 from fa_train.checkpoints.files import read_file, shapes
 from fa_train.models.gpt import GPT
-from fa_train.optim.resume import require_same_kind, require_same_weights
+from fa_train.optim.resume import (
+    TRAINED_WEIGHTS,
+    require_same_kind,
+    require_same_names,
+    require_same_weights,
+    trained_weights,
+)
 from fa_train.parallel.background_save import BackgroundSave
 from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.sharded_checkpoint import (
@@ -226,6 +232,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         require_fit(self._gpt, shapes(weights), checkpoint, str(path))
         for saved in checkpoint["optimizer_states"]:
             self._require_same_optimizer(saved)
+        if self.optimizers:
+            require_same_names(trained_weights(self.model, self.optimizers), checkpoint.get(TRAINED_WEIGHTS))
         set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         # a validation has no optimizers

@@ -31,9 +31,10 @@ from fa_train.memory.planner.predict import predict
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.models.shards import local, whole
+from fa_train.optim.resume import TRAINED_WEIGHTS
 from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.fsdp import FullyShardedStrategy, shard
-from fa_train.parallel.sharded_checkpoint import load_sharded
+from fa_train.parallel.sharded_checkpoint import load_sharded, read_parts
 from scripts import trained_model
 from tests.memory.support.plans import LLAMA_1B, changed
 from tests.parallel.support.runs import SETTINGS, train_in
@@ -134,7 +135,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     train_in(shared / "ddp_frozen", shared, *RANKS, "strategy=ddp", "+strategy.find_unused_parameters=true", *FROZEN)
     train_in(shared / "sharded_unfrozen", shared, *RANKS, *UNFROZEN)
     train_in(shared / "two_from_two_frozen", shared, *RANKS, *FROZEN, f"ckpt_path={shared}/sharded_frozen/{step_three}")
-    with pytest.raises(ValueError, match="a run that trained the same weights"):
+    with pytest.raises(ValueError, match=r"this run trains no other .* trained model\.token_embedding"):
         others = "adapter._target_=tests.checkpoints.support.callbacks.freeze_embedding"
         train_in(shared / "others_frozen", shared, *RANKS, others, f"ckpt_path={shared}/whole/{step_three}")
     for case in ("evil_item", "evil_metadata"):
@@ -206,6 +207,13 @@ def test_two_ranks_have_the_losses_of_one(whole_run, sharded_run):
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         one, two = column(whole_run, name), column(sharded_run, name)
         assert len(one) and two == pytest.approx(one, rel=1e-5), "fp32 sums in another order"  # labels differ by rank
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["before-validation", "after-validation"])
+def test_a_sharded_checkpoint_names_the_trained_weights_as_a_file_does(whole_run, sharded_run, step):
+    parts = (read_parts(run / f"checkpoints/step_000000{step}.ckpt")[0] for run in (whole_run, sharded_run))
+    whole, sharded = (part[TRAINED_WEIGHTS] for part in parts)
+    assert whole == sharded and "model.token_embedding.weight" in whole[0]
 
 
 def test_the_ranks_of_a_sharded_run_are_compared(sharded_run):
