@@ -1,4 +1,7 @@
-"""Saves a checkpoint when Ctrl-C, SIGTERM, SIGUSR1 or a closed terminal ends a run."""
+"""Saves a checkpoint when Ctrl-C, SIGTERM, SIGUSR1 or a closed terminal ends a run.
+
+Makes all ranks stop together after a signal, or if a callback sets trainer.should_stop.
+"""
 
 import os
 import signal
@@ -15,6 +18,7 @@ from fa_train.parallel.failures import end_rank, kind_of, signals_to_handle
 from fa_train.private_names import private, replace_private
 
 TERMINATED = 128 + signal.SIGTERM  # an exit status
+SHOULD_STOP = 1  # a rank's answer if a callback has set trainer.should_stop; lower than all exit statuses after signals
 
 
 class GracefulInterrupt(Callback):
@@ -23,6 +27,8 @@ class GracefulInterrupt(Callback):
     The exit status is 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1, and 129 for
     SIGHUP, which a closed terminal sends. SLURM can send SIGUSR1 before a job's time is over. The status 138 tells the
     job script to requeue the job. Any of the ranks may receive the signal. A second signal ends the run immediately.
+    If a callback sets trainer.should_stop on any rank, all ranks stop after the next micro-batch. If a callback sets it
+    during a validation, all ranks stop after this validation. In a run of one process, Lightning handles should_stop.
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
@@ -37,17 +43,19 @@ class GracefulInterrupt(Callback):
         self._connector = private("lightning", trainer, "_signal_connector")
         replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
         # without this line, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
-        replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        loop = trainer.fit_loop.epoch_loop
+        replace_private("lightning", loop, "_broadcast_sigterm_tensor", lambda: None)
+        if (
+            self._agreement
+        ):  # Lightning calls these methods after the hooks of all callbacks, and then reads should_stop
+            self._has_validated = False
+            replace_private("lightning", loop, "_should_check_val_fx", self._after_batch)
+            replace_private("lightning", loop, "_save_loggers_on_train_batch_end", self._after_validation)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for signum in signals_to_handle():  # Lightning's handler of SIGUSR1 would requeue the job
             if signum != signal.SIGTERM:  # Lightning's handler of SIGTERM calls _on_signal
                 signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier signal handlers
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._agree()
 
     def on_validation_batch_end(
         self,
@@ -67,14 +75,33 @@ class GracefulInterrupt(Callback):
                 logger.finalize("failed")
             end_rank(exception)
 
+    def _after_batch(self, data_fetcher: Any) -> bool:
+        """Lets the ranks agree, and returns whether Lightning validates now. Runs after each micro-batch."""
+        self._agree()
+        loop = self._trainer.fit_loop.epoch_loop
+        self._has_validated = bool(type(loop)._should_check_val_fx(loop, data_fetcher))
+        return self._has_validated
+
+    def _after_validation(self) -> None:
+        """Lets the ranks agree after a validation. Lightning also calls this method if there was no validation."""
+        if self._has_validated:
+            self._agree()
+            self._agree()  # waits for the answers of the first call, so that no rank trains another micro-batch
+        loop = self._trainer.fit_loop.epoch_loop
+        type(loop)._save_loggers_on_train_batch_end(loop)
+
     def _agree(self) -> None:
-        if self._agreement and not self._trainer.received_sigterm:
-            self._stop(self._agreement.largest(self._asked_for))
+        """Sends whether this rank must stop. Makes all ranks stop together if any rank sent so in an earlier call."""
+        trainer = self._trainer
+        if self._agreement and not trainer.received_sigterm:
+            found = self._agreement.largest(self._asked_for or SHOULD_STOP * bool(trainer.should_stop))
+            trainer.should_stop = found >= SHOULD_STOP
+            if found > SHOULD_STOP:
+                self._stop(found)
 
     def _stop(self, status: int) -> None:
-        if status:
-            self.status = status
-            replace_private("lightning", self._connector, "received_sigterm", True)
+        self.status = status
+        replace_private("lightning", self._connector, "received_sigterm", True)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

@@ -13,6 +13,7 @@ class Agreement:
     forever.
     A call of `largest` starts an all-reduce of the answers in a separate gloo group, which does not wait for the GPU.
     The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result of the all-reduce.
+    A second call without a micro-batch in between waits for the answers of all ranks.
     A flag in torch's TCPStore would not be enough, because some ranks could read it several steps later than others.
     """
 
@@ -22,16 +23,13 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Sends this rank's answer.
+        """Sends this rank's answer, which must not be negative. All ranks must call `largest` equally often.
 
-        Returns the largest answer that the ranks sent in the previous call, or 0 in the first call.
-        Each call starts an all-reduce of the ranks' answers, unless an earlier all-reduce has found a maximum other
-        than 0. After a maximum other than 0 is found, each call returns this maximum, and starts no all-reduce.
+        Returns the largest answer that the ranks sent in all previous calls, or 0 in the first call.
         """
         if self._asked is not None:
             self._asked.wait()
-        if self._answer.item():
-            return int(self._answer.item())
-        self._answer.fill_(answer)
+        found = int(self._answer.item())
+        self._answer.fill_(max(answer, found))
         self._asked = dist.all_reduce(self._answer, dist.ReduceOp.MAX, self._group, async_op=True)
-        return 0
+        return found

@@ -1,14 +1,18 @@
-"""Tests the handler of Ctrl-C and SIGTERM by calling it directly."""
+"""Tests the handler of Ctrl-C and SIGTERM by calling it directly, and the end of all ranks after should_stop."""
 
 import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import lightning as L
 import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from fa_train.callbacks.interrupt import GracefulInterrupt, exit_status
 from fa_train.errors import errors_in_one_line
 from fa_train.parallel.failures import STOPPING
+from tests.support.trainers import quiet_trainer
 
 
 def test_ctrl_c_before_training_is_one_line(capsys):
@@ -73,3 +77,64 @@ def test_the_second_signal_stops_at_once(monkeypatch, capfd):
     now[0] = 102
     connector._sigterm_notifier_fn(signal.SIGINT, None)
     assert exits == [128 + signal.SIGINT]
+
+
+class Stops(Callback):
+    """Sets should_stop after micro-batch 3, or after the validation that follows micro-batch 4."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if self.hook == "on_train_batch_end" and batch_idx == 2:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        if self.hook == "on_validation_end":
+            trainer.should_stop = True
+
+
+class TwoRanks:
+    """Stands for Agreement. `of_other` maps the number of a call, from 1, to the answer of the other rank."""
+
+    of_other: dict[int, int]
+
+    def __init__(self) -> None:
+        self.calls = self.answer = 0
+
+    def largest(self, answer: int) -> int:
+        self.calls += 1
+        found, self.answer = self.answer, max(self.answer, answer, self.of_other.get(self.calls, 0))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("hook", "of_other", "last"),
+    [
+        pytest.param("on_train_batch_end", {}, 4, id="own-rank"),
+        pytest.param("", {3: 1}, 4, id="other-rank"),
+        pytest.param("on_validation_end", {}, 4, id="own-rank-after-validation"),
+        pytest.param("", {5: 1}, 4, id="other-rank-after-validation"),
+        pytest.param("", {}, 9, id="no-rank"),
+    ],
+)
+def test_all_ranks_stop_after_the_same_micro_batch(hook, of_other, last, tmp_path, monkeypatch):
+    monkeypatch.setattr("fa_train.callbacks.interrupt.Agreement", TwoRanks)
+    monkeypatch.setattr(TwoRanks, "of_other", of_other, raising=False)
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    callbacks = [GracefulInterrupt(), Stops(hook)]
+    settings = {"val_check_interval": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(tmp_path, max_steps=9, callbacks=callbacks, **settings)
+    trainer.fit(BoringModel())
+    assert trainer.global_step == last
+
+
+def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
+    monkeypatch.setattr(TwoRanks, "of_other", {2: 128 + signal.SIGTERM}, raising=False)
+    interrupt, connector = started()
+    interrupt._agreement = TwoRanks()
+    interrupt._trainer.should_stop, interrupt._trainer.received_sigterm = True, False
+    for found in (0, 1, 128 + signal.SIGTERM):
+        interrupt._agree()
+        assert interrupt._trainer.should_stop == (found > 0) and connector.received_sigterm == (found > 1)
+    assert exit_status(SimpleNamespace(callbacks=[interrupt])) == 128 + signal.SIGTERM
