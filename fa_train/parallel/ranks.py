@@ -20,6 +20,7 @@ from typing import Any
 # the environment variable in which train.py's launcher passes decisions, such as the run's folder, to its ranks as JSON
 DECISIONS = "FA_TRAIN_TOLD"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+FIRST_SPECIAL_STEP = 0xFFFFFFFA  # from slurm.h: larger step numbers belong to batch scripts and salloc's shells
 
 
 def is_launched() -> bool:
@@ -52,9 +53,11 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
     """Returns the number of ranks that this process must start, or 1 if this process itself trains the model.
 
     trainer: the node `trainer` of a config.
-    Raises: ValueError if the run has several nodes, on which torchrun or srun must start the ranks.
+    Raises: ValueError if the run has several nodes, on which torchrun or srun must start the ranks. ValueError if this
+    process must be one of several tasks of a SLURM job, but srun has not started it.
     """
     if is_launched():
+        _require_srun()
         return 1
     if trainer.get("num_nodes", 1) > 1:
         raise ValueError(
@@ -86,6 +89,21 @@ def end_with_launcher() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _require_srun() -> None:
+    """Raises: ValueError if SLURM_NTASKS is the only reason why this process counts as one of several ranks.
+
+    SLURM also sets SLURM_NTASKS in a batch script, but starts other tasks only with srun. srun sets SLURM_STEP_ID.
+    """
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if "TORCHELASTIC_RUN_ID" in os.environ or (step.isdecimal() and int(step) < FIRST_SPECIAL_STEP):
+        return
+    found = f"SLURM_STEP_ID={step}" if step else "no SLURM_STEP_ID"
+    raise ValueError(
+        f"srun must start the {_tasks_of_srun()} tasks of this SLURM job; got a process that srun has not started "
+        f"({found}). Write srun before python. To let train.py start the ranks, set SLURM_JOB_NAME=interactive"
+    )
 
 
 def _tasks_of_srun() -> int:

@@ -22,7 +22,7 @@ from fa_train.memory.memory import Levers
 from fa_train.parallel import rank_store
 from fa_train.parallel.decisions import compared_by_rank_zero, decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.parallel.ranks import DECISIONS
+from fa_train.parallel.ranks import DECISIONS, ranks_to_start
 from tests.support.processes import start_server
 from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import CONF, composed, tiny
@@ -69,10 +69,21 @@ def ranks_of_srun() -> list[dict[str, str]]:
     """Returns the environment variables that srun sets for two tasks on one node."""
     [port] = {environment["MASTER_PORT"] for environment in ranks_of_torchrun(2)}
     shared = {
-        "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
     return [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+
+
+@pytest.mark.parametrize("step", [None, "4294967290"], ids=["batch-script", "shell-of-salloc"])
+def test_a_process_that_srun_has_not_started_does_not_wait_for_other_tasks(step, monkeypatch):
+    for name, value in ranks_of_srun()[0].items():
+        monkeypatch.setenv(name, value)
+    assert ranks_to_start({"devices": 2}) == 1
+    monkeypatch.delenv("SLURM_STEP_ID") if step is None else monkeypatch.setenv("SLURM_STEP_ID", step)
+    with pytest.raises(ValueError, match=r"srun must start the 2 tasks of this SLURM job; .* Write srun before python"):
+        ranks_to_start({"devices": 2})
 
 
 @pytest.mark.slow
