@@ -263,8 +263,7 @@ class PackedDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
-        The entry `tokenizer` has hashes of the tokenizer. An export compares them with the hashes of the tokenizer
-        that it writes.
+        The entry `tokenizer` has hashes of the tokenizer. A resumed run and an export compare them with their own.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
         rows in percent. For a single source, the entry `sources` is empty.
         """
@@ -281,11 +280,12 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
-        The method compares the entries `settings`, `counts` (the numbers of rows) and `sources` (the sources of a
-        mixture), in this order. The comparison stops at the first entry with differences.
+        The method compares `settings` and `tokenizer` first, then `counts` (the numbers of rows) and `sources` (the
+        sources of a mixture). Later entries are compared only if the earlier ones are equal.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
+        settings += differences("data.tokenizer", own["tokenizer"], stored.get("tokenizer"))
         return settings or counts or differences("data.sources", own["sources"], stored.get("sources"))
 
     def _count_from(self, done: int) -> None:

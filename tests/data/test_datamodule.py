@@ -16,7 +16,7 @@ import torch
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
 from fa_train.data.datamodule import hf_data, sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX
-from tests.data.support.chats import CHATML, PAIR, many_chats, save_tokenizer, write_jsonl
+from tests.data.support.chats import CHATML, PAIR, PLAIN, chat_tokenizer, many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
 from tests.data.support.numbered import OPTIONS
 from tests.data.support.numbered import make as make_best_fit
@@ -276,6 +276,28 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
     trained, held_out = (data.source.documents(held_out=held_out) for held_out in (False, True))
     assert (len(trained), len(held_out)) == (40, 3)
     assert held_out.loss_mask is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "changed"),
+    [
+        pytest.param(CHATML, [], [], id="equal"),
+        pytest.param(PLAIN, [], ["chat_template"], id="template"),
+        pytest.param(CHATML, ["<new>"], ["vocabulary"], id="vocabulary"),
+    ],
+)
+def test_a_resumed_run_says_that_its_tokenizer_has_changed(template, added, changed, tmp_path):
+    path = write_jsonl(tmp_path / "chats.jsonl", many_chats(3))
+    tokenizers = chat_tokenizer(), chat_tokenizer(template)
+    tokenizers[1].add_tokens(added)
+    folders = [str(tmp_path / name) for name in ("saved", "own")]
+    for tokenizer, folder in zip(tokenizers, folders, strict=True):
+        tokenizer.save_pretrained(folder)
+    saved, own = (sft_data(str(path), folder, None, str(tmp_path / "cache"), **OPTIONS) for folder in folders)
+    own.load_state_dict(saved.state_dict())
+    assert [line.partition("=")[0] for line in own._changes()] == [
+        f"the checkpoint was written with data.tokenizer.{name}" for name in changed
+    ]
 
 
 def chats_with_validation(tmp_path, lengths, **changes):
