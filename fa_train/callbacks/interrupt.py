@@ -45,9 +45,8 @@ class GracefulInterrupt(Callback):
         # without this line, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
         loop = trainer.fit_loop.epoch_loop
         replace_private("lightning", loop, "_broadcast_sigterm_tensor", lambda: None)
-        if (
-            self._agreement
-        ):  # Lightning calls these methods after the hooks of all callbacks, and then reads should_stop
+        if self._agreement:
+            # Lightning calls both methods after the hooks of all callbacks, and then reads should_stop.
             self._has_validated = False
             replace_private("lightning", loop, "_should_check_val_fx", self._after_batch)
             replace_private("lightning", loop, "_save_loggers_on_train_batch_end", self._after_validation)
