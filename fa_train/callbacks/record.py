@@ -7,11 +7,11 @@ import os
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fa_train.callbacks.monitor import monitor_of
@@ -113,6 +113,23 @@ def keep_earlier_metrics(trainer: L.Trainer) -> None:
                 names = (path.with_name(f"metrics-{i}.csv") for i in itertools.count(1))
                 kept = path.rename(next(name for name in names if not name.exists()))
                 trainer.print(f"the metrics of an earlier run in this folder are now in {kept}")
+
+
+def log_config(logger: Logger, config: dict[str, Any]) -> None:
+    """Passes the run's config to a logger. WandbLogger starts the W&B run here.
+
+    Raises: ValueError if wandb refuses to start the run, for example because the server does not answer.
+    """
+    try:
+        logger.log_hyperparams(config)
+    except Exception as error:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            if isinstance(error, wandb.Error):
+                advice = ". logger.mode=offline needs no server" if isinstance(error, wandb.errors.CommError) else ""
+                raise ValueError(f"wandb must start a run; got {type(error).__name__}: {error}{advice}") from error
+        raise
 
 
 def _finalize(trainer: L.Trainer) -> None:

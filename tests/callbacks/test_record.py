@@ -39,6 +39,23 @@ def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
         Record().on_fit_start(trainer, pl_module=Mock())
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (wandb.errors.UsageError("Run ID is wrong"), r"got UsageError: Run ID is wrong$"),
+        (wandb.errors.CommError("no answer"), r"got CommError: no answer\. logger\.mode=offline needs no server$"),
+    ],
+    ids=["usage", "network"],
+)
+def test_a_wandb_run_that_cannot_start_is_a_mistake_in_one_line(error, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("wandb.init", Mock(side_effect=error))
+    with (
+        composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline")) as cfg,
+        pytest.raises(ValueError, match=f"^wandb must start a run; {message}"),
+    ):
+        training.train(cfg)
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["failed", "finished"])
 def test_a_wandb_run_that_cannot_be_closed_only_prints_an_error(ends, monkeypatch):
     """If Record raised the error, Checkpoint would not save a failed run, and a finished run would not be exported."""
