@@ -19,7 +19,17 @@ from fa_train.output import outlive_readers, replace_unprintable
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
 from fa_train.parallel.ranks import end_with_launcher, is_one_of_several, is_started_by_train_py, ranks_to_start
-from fa_train.run_config import check, in_sweep, launch_ranks, require_start, run_folder, sweep_group, wandb_tags
+from fa_train.run_config import (
+    check,
+    in_sweep,
+    launch_ranks,
+    require_start,
+    require_wandb,
+    run_folder,
+    sweep_group,
+    to_container,
+    wandb_tags,
+)
 from fa_train.sweep_table import print_tables
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
@@ -65,6 +75,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
 
 def run_in_own_process(cfg: DictConfig) -> dict[str, float]:
     """Trains one job of a sweep in a new process, with `cfg.sweep_job`. Returns the run's last metrics."""
+    require_wandb(to_container(cfg))
     from fa_train.training import train
 
     ctrl_c_raises()

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 
 from fa_train import run_config, training
 from tests.support.training import command_line, composed, quiet_environment, tiny
+from train import run_in_own_process
 
 KEY = "0123456789" * 4
 NOBODY = "http://127.0.0.1:9"  # no server listens on this port
@@ -128,6 +129,16 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
         pytest.raises(ValueError, match=message),
     ):
         run_config.require_start(cfg, 1)
+
+
+def test_an_ablation_that_must_log_online_needs_a_key_before_its_first_job(tmp_path, monkeypatch):
+    monkeypatch.setattr("wandb.login", Mock(return_value=False))
+    overrides = ("logger=wandb", "logger.mode=online", "+sweep_job._target_=builtins.exit", "+sweep_job._partial_=true")
+    with (
+        composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg,
+        pytest.raises(ValueError, match=r"^logger\.mode=online needs an API key of W&B; got none"),
+    ):
+        run_in_own_process(cfg)
 
 
 def test_only_rank_0_needs_a_key(tmp_path, monkeypatch):
