@@ -94,7 +94,7 @@ def require_wandb(config: Mapping[str, Any]) -> None:
 
     config: the whole config as a dict.
     Raises: ValueError if W&B must log online but has no API key. ValueError if W&B would refuse the name of the project
-    or the value of WANDB_MODE or WANDB_RESUME.
+    or the value of WANDB_MODE or WANDB_RESUME. ValueError if the jobs of a multirun would share one W&B run.
     """
     logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
@@ -112,6 +112,12 @@ def require_wandb(config: Mapping[str, Any]) -> None:
         setting, mode = "WANDB_MODE", os.environ.get("WANDB_MODE")
     if mode == "online":
         require_api_key(f"{setting}=online")
+    # an agent of a W&B sweep sets both variables, and may start a multirun with one job
+    if in_sweep() and mode != "disabled" and "WANDB_SWEEP_ID" not in os.environ and os.environ.get("WANDB_RUN_ID"):
+        raise ValueError(
+            "WANDB_RUN_ID must not be set in a multirun, whose jobs would all write to the same run of W&B; "
+            f"got {os.environ['WANDB_RUN_ID']}"
+        )
 
 
 def launch_ranks(n_ranks: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
@@ -139,6 +140,27 @@ def test_an_ablation_that_must_log_online_needs_a_key_before_its_first_job(tmp_p
         pytest.raises(ValueError, match=r"^logger\.mode=online needs an API key of W&B; got none"),
     ):
         run_in_own_process(cfg)
+
+
+@pytest.mark.parametrize(
+    ("of_sweep", "mode", "refused"),
+    [
+        pytest.param(None, "offline", True, id="multirun"),
+        pytest.param(None, "disabled", False, id="disabled"),
+        pytest.param("s1", "offline", False, id="agent"),
+    ],
+)
+def test_the_jobs_of_a_multirun_may_not_share_a_wandb_run(of_sweep, mode, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    if of_sweep is not None:
+        monkeypatch.setenv("WANDB_SWEEP_ID", of_sweep)
+    message = "^WANDB_RUN_ID must not be set in a multirun, .* got mine$"
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb", f"logger.mode={mode}")) as cfg:
+        run_config.require_start(cfg, 1)  # a single run continues the run of W&B
+        monkeypatch.setattr(run_config, "in_sweep", lambda: True)
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
+            run_config.require_start(cfg, 1)
 
 
 def test_only_rank_0_needs_a_key(tmp_path, monkeypatch):
