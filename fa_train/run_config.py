@@ -94,7 +94,7 @@ def require_wandb(config: Mapping[str, Any]) -> None:
 
     config: the whole config as a dict.
     Raises: ValueError if W&B must log online but has no API key. ValueError if W&B would refuse the name of the project
-    or the value of WANDB_MODE or WANDB_RESUME. ValueError if the jobs of a multirun would share one W&B run.
+    or the value of an environment variable. ValueError if the jobs of a multirun would share one W&B run.
     """
     logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):

@@ -7,6 +7,7 @@ import os
 
 import requests
 import wandb
+from pydantic import ValidationError
 
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.settings import fits, shown, wanted
@@ -25,12 +26,23 @@ def wandb_mode() -> str:
 
 
 def require_known_variables() -> None:
-    """Raises: ValueError if wandb does not accept the value of WANDB_MODE or WANDB_RESUME."""
+    """Raises: ValueError if wandb does not accept the value of one of its variables, such as WANDB_MODE or WANDB_TAGS.
+
+    A wrong WANDB_API_KEY is no error, because a run without a valid key is logged offline.
+    """
     for name in ("mode", "resume"):
         variable, known = f"WANDB_{name.upper()}", wandb.Settings.model_fields[name].annotation
         value = os.environ.get(variable)
         if value is not None and not fits(value, known):
             raise ValueError(f"{variable} must be {wanted(known).removesuffix(' or null')}; got {shown(value)}")
+    for variable, value in os.environ.items():
+        if variable.startswith("WANDB_") and variable != "WANDB_API_KEY":
+            try:
+                wandb.Settings().update_from_env_vars({variable: value})
+            except (wandb.Error, ValueError) as error:
+                reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                got = f"{shown(value)}: {reason}"
+                raise ValueError(f"{variable} must be a value that wandb accepts; got {got}") from error
 
 
 def require_api_key(setting: str) -> None:

@@ -191,6 +191,25 @@ def test_an_unknown_value_in_the_environment_is_named_before_the_run_starts(
         run_config.require_start(cfg, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("WANDB_RUN_ID", "a/b", "Run ID cannot contain the characters"),
+        ("WANDB_TAGS", "a,", "Value error, Tag at index 1 is empty"),
+        ("WANDB_CONSOLE", "x", "Input should be 'auto', 'off'"),
+    ],
+)
+def test_a_value_that_wandb_refuses_is_named_before_the_run_starts(name, value, reason, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "short")  # the run is logged offline
+    monkeypatch.setenv(name, value)
+    message = f"^{name} must be a value that wandb accepts; got {value}: {reason}"
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb")) as cfg, pytest.raises(ValueError, match=message):
+        run_config.require_start(cfg, 1)
+    monkeypatch.delenv(name)
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb")) as cfg:
+        run_config.require_start(cfg, 1)
+
+
 def test_a_run_passes_no_setting_of_which_wandb_warns(tmp_path):
     with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline")) as cfg:
         [logger] = training.build(cfg)[0].loggers
