@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint, require_folder
 from fa_train.callbacks.monitor import monitor_of, require_measured
-from fa_train.callbacks.record import keep_earlier_metrics, log_config, require_folders
+from fa_train.callbacks.record import closed_on_error, keep_earlier_metrics, log_config, require_folders
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
 from fa_train.fit import fit
@@ -79,9 +79,11 @@ def train(cfg: DictConfig) -> dict[str, float]:
     decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
     decided_by_rank_zero("loggers", partial(require_folders, trainer))
     keep_earlier_metrics(trainer)
-    for logger in trainer.loggers:
-        log_config(logger, config)
-    if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
+    with closed_on_error(trainer):
+        for logger in trainer.loggers:
+            log_config(logger, config)
+        has_memory = fit(trainer, lit_gpt, data, ckpt_path)
+    if has_memory and cfg.export:
         if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
             export_finished(trainer, Path(ckpt_path), rebuild, config)
         else:

@@ -5,7 +5,8 @@ import json
 import math
 import os
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,21 @@ def keep_earlier_metrics(trainer: L.Trainer) -> None:
                 names = (path.with_name(f"metrics-{i}.csv") for i in itertools.count(1))
                 kept = path.rename(next(name for name in names if not name.exists()))
                 trainer.print(f"the metrics of an earlier run in this folder are now in {kept}")
+
+
+@contextmanager
+def closed_on_error(trainer: L.Trainer) -> Iterator[None]:
+    """A context manager that closes the W&B run if an error leaves it open.
+
+    Record closes the run after most errors, but Lightning does not call Record after an error of another logger or of
+    another callback's on_exception. The next job of a multirun would write to a run that is still open.
+    """
+    try:
+        yield
+    except BaseException:
+        if run := wandb_run(trainer):
+            _close(run, trainer, exit_code=1)
+        raise
 
 
 def log_config(logger: Logger, config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import wandb
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from wandb.sdk.artifacts.staging import get_staging_dir
 
@@ -54,6 +55,22 @@ def test_a_wandb_run_that_cannot_start_is_a_mistake_in_one_line(error, message, 
         pytest.raises(ValueError, match=f"^wandb must start a run; {message}"),
     ):
         training.train(cfg)
+
+
+class RefusesConfig(CSVLogger):
+    def log_hyperparams(self, params=None) -> None:
+        raise RuntimeError("a user's logger")
+
+
+def test_an_error_of_another_logger_leaves_no_open_wandb_run(tmp_path, monkeypatch):
+    """The next job of a multirun would write to the open run."""
+    started = Mock(finish=Mock(side_effect=lambda exit_code: monkeypatch.setattr("wandb.run", None)))
+    monkeypatch.setattr("wandb.init", lambda **_: monkeypatch.setattr("wandb.run", started) or started)
+    own = "{_target_: tests.callbacks.test_record.RefusesConfig, save_dir: .}"
+    overrides = ("logger=wandb", "logger.mode=offline", f"trainer.logger=[${{logger}},{own}]")
+    with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg, pytest.raises(RuntimeError, match="a user's logger"):
+        training.train(cfg)
+    started.finish.assert_called_once_with(exit_code=1)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["failed", "finished"])
