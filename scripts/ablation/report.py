@@ -272,7 +272,9 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
             axes.plot([n], [0.9], color=color, marker=marker, fillstyle="none", transform=above)
             axes.text(n, 0.93, "OOM", color=color, ha="center", va="bottom", transform=above)
     if not any(has(result, quantity) for _, result in rows):
-        axes.text(0.5, 0.5, "unknown on this device", ha="center", transform=axes.transAxes)
+        is_done = any(result.outcome == "ok" for _, result in rows)
+        text = "unknown on this device" if is_done else "no case was measured"
+        axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
     lengths = _lengths(rows)
     axes.set_xticks(lengths, [length_label(n) for n in lengths])
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # the x axis also covers lengths without a point

@@ -451,6 +451,20 @@ def test_the_picture_shows_formula_failures_and_where_naive_must_fail(parts):
     assert lines["naive, predicted least"].get_ydata()[0] == step_formula(rows[0][0]).peak(1024) / GIB
 
 
+@pytest.mark.parametrize(
+    ("result", "memory", "mfu"),
+    [
+        (Result("oom"), ["OOM", "no case was measured"], ["OOM", "no case was measured"]),
+        (Result("failed: x"), ["no case was measured"], ["no case was measured"]),
+        (ok(), [], ["unknown on this device"]),
+    ],
+    ids=["oom", "failed", "ok"],
+)
+def test_a_panel_without_a_point_says_why(result, memory, mfu):
+    first, _, last = step_part([(case("naive", 1024), result)], 80 * GIB, "none").picture.axes
+    assert [[text.get_text() for text in axes.texts] for axes in (first, last)] == [memory, mfu]
+
+
 def test_memory_and_optimizer_are_overrides():
     config = configuration(case(overrides=("memory=full", "optimizer=adamw_bf16", "model.vocab_size=300")))
     assert config.memory.checkpointing == "full" and config.optimizer._target_.endswith("adamw_bf16")
