@@ -44,7 +44,8 @@ class Record(Callback):
                 run.log(charts)
             except PermissionError as error:  # wandb writes a chart's table to a folder in the home directory
                 raise ValueError(f"wandb needs a folder that can be written; got the error: {error}") from error
-            trainer.print(f"wandb: {run.settings.sync_dir if run.offline else run.url}")
+            if not run.disabled:
+                trainer.print(f"wandb: {run.settings.sync_dir if run.offline else run.url}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._first_step = trainer.global_step

@@ -41,6 +41,18 @@ def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("mode", "printed"), [("disabled", []), ("offline", ["wandb: folder"]), ("online", ["wandb: url"])]
+)
+def test_a_run_says_where_wandb_records_it_unless_wandb_is_disabled(mode, printed, monkeypatch):
+    fake = Mock(disabled=mode == "disabled", offline=mode == "offline", url="url", settings=Mock(sync_dir="folder"))
+    monkeypatch.setattr(record, "wandb_run", lambda _: fake)
+    trainer = Mock()
+    trainer.datamodule.packing_report().charts.return_value = {}
+    Record().on_fit_start(trainer, pl_module=Mock())
+    assert [call.args[0] for call in trainer.print.call_args_list] == printed
+
+
+@pytest.mark.parametrize(
     ("error", "message"),
     [
         (wandb.errors.UsageError("Run ID is wrong"), r"got UsageError: Run ID is wrong$"),
