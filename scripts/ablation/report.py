@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from html import escape
@@ -325,9 +326,10 @@ class Records:
     def start(self, name: str, job_type: str, tags: list[str], config: dict[str, Any]) -> Any:
         import wandb
 
+        # without an id, all runs would become the run that WANDB_RUN_ID names
         return wandb.init(
-            entity=self.entity, project=self.project, group=self.group, name=name, job_type=job_type, tags=tags,
-            config=config, dir=self.folder, mode=cast(Any, self.mode),
+            id=secrets.token_hex(4), entity=self.entity, project=self.project, group=self.group, name=name,
+            job_type=job_type, tags=tags, config=config, dir=self.folder, mode=cast(Any, self.mode),
             settings=wandb.Settings(init_timeout=60, silent=True),
         )  # fmt: skip
 

@@ -3,16 +3,17 @@
 import csv
 import json
 import re
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from scripts.ablation import multirun
-from scripts.ablation.cases import Result, measure
+from scripts.ablation.cases import Result, StepCase, measure
 from scripts.ablation.formula import step_formula
 from scripts.ablation.multirun import Report, case_of, run_job
+from scripts.ablation.report import Records
 from tests.scripts.support.html_page import assert_self_contained
 from tests.scripts.support.wandb_runs import inspect
 from tests.support.marks import slow
@@ -170,6 +171,16 @@ def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, 
     with composed(tmp_path, *ablation(tmp_path, "logger=wandb", *overrides)) as cfg:
         Report().on_multirun_end(with_hydra(cfg))
     assert [[given["mode"], given["entity"], given["project"]] for given in started] == expected
+
+
+def test_each_case_is_a_wandb_run_of_its_own_although_wandb_run_id_is_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    started = []
+    monkeypatch.setattr("wandb.init", lambda **given: started.append(given["id"]) or MagicMock())
+    records = Records("offline", "project", "group", tmp_path)
+    for seq_len in (32, 64):
+        records.case(StepCase("nano", "naive", seq_len, "cpu", "32-true", 1, 1.0), Result("ok"))
+    assert len({*started} - {None, "mine"}) == 2
 
 
 @pytest.mark.slow
