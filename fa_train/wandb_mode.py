@@ -48,7 +48,7 @@ def require_known_variables() -> None:
 def require_api_key(setting: str) -> None:
     """Raises: ValueError if no API key is set, or its format is wrong. Does not contact W&B's server.
 
-    setting: the setting that needs an API key, for the error message.
+    setting: the setting that needs an API key, such as WANDB_MODE=online, for the error message.
     """
     try:
         found = "a key" if wandb.login(prompt=False, verify=False) else "none"
@@ -57,7 +57,7 @@ def require_api_key(setting: str) -> None:
     if found != "a key":
         raise ValueError(
             f"{setting} needs an API key of W&B; got {found}. Run `wandb login`, set WANDB_API_KEY, "
-            "or choose logger.mode=offline"
+            f"or choose {setting.removesuffix('online')}offline"
         )
 
 

@@ -21,6 +21,7 @@ summary run. OUT/cases.log holds what the cases print.
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -122,16 +123,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
     with errors_in_one_line((ProcessError, ValueError, HydraException, OmegaConfBaseException)):
+        mode = None if args.no_wandb else known_mode()
         # Query the memory in another process, because a CUDA context in this process would leave less GPU memory for
         # the cases.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
-    mode = None
-    if not args.no_wandb:
-        from fa_train.wandb_mode import wandb_mode
-
-        mode = wandb_mode()
     records = Records(mode, args.project, args.group or f"ablate_memory {folder.name}", folder)
 
     def run(case: Case) -> Result:
@@ -151,6 +148,16 @@ def main() -> None:
     write_files(parts, head, folder)
     records.summary(parts, head)
     print(f"results: {folder}")
+
+
+def known_mode() -> str:
+    """Returns the mode of W&B. Raises: ValueError if wandb refuses a variable, or WANDB_MODE=online has no API key."""
+    from fa_train.wandb_mode import require_api_key, require_known_variables, wandb_mode
+
+    require_known_variables()
+    if os.environ.get("WANDB_MODE") == "online":
+        require_api_key("WANDB_MODE=online")
+    return wandb_mode()
 
 
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:

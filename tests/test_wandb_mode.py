@@ -15,6 +15,7 @@ import pytest
 from hydra.utils import instantiate
 
 from fa_train import run_config, training
+from scripts import ablate_memory
 from tests.support.training import command_line, composed, quiet_environment, tiny
 from train import run_in_own_process
 
@@ -124,7 +125,7 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
         monkeypatch.setenv("WANDB_MODE", environment)
     overrides = [] if mode is None else [f"logger.mode={mode}"]
     setting = "WANDB_MODE" if mode is None else "logger.mode"
-    message = f"^{setting}=online needs an API key of W&B; got {found}. Run `wandb login`, .* logger.mode=offline$"
+    message = f"^{setting}=online needs an API key of W&B; got {found}. Run `wandb login`, .* choose {setting}=offline$"
     with (
         composed(tmp_path, *tiny(tmp_path, "logger=wandb", *overrides)) as cfg,
         pytest.raises(ValueError, match=message),
@@ -140,6 +141,13 @@ def test_an_ablation_that_must_log_online_needs_a_key_before_its_first_job(tmp_p
         pytest.raises(ValueError, match=r"^logger\.mode=online needs an API key of W&B; got none"),
     ):
         run_in_own_process(cfg)
+
+
+def test_ablate_memory_needs_a_key_before_its_first_case(monkeypatch):
+    monkeypatch.setattr("wandb.login", Mock(return_value=False))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match=r"^WANDB_MODE=online needs an API key of W&B; got none"):
+        ablate_memory.known_mode()
 
 
 @pytest.mark.parametrize(
