@@ -15,9 +15,9 @@ needs, and the shortest seq_len for which this minimum exceeds the memory of the
 scripts/ablation/formula.py).
 
 OUT/results.jsonl holds the finished cases. To continue after Ctrl-C, or to repeat failed cases, run the same command
-again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a PNG for each
-sweep, ablation.md and ablation.html. On Weights & Biases, all cases form one group, with one run for each case and one
-summary run. OUT/cases.log holds what the cases print.
+again on the same kind of GPU. The script writes ablation.csv and attention.csv, the computed minimum memory in
+*_formula.csv, a PNG for each sweep, ablation.md and ablation.html. On Weights & Biases, all cases form one group, with
+one run for each case and one summary run. OUT/cases.log holds what the cases print.
 """
 
 import argparse
@@ -127,6 +127,8 @@ def main() -> None:
         # Query the memory in another process, because a CUDA context in this process would leave less GPU memory for
         # the cases.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
+        gpu = call_apart(torch.cuda.get_device_name, (), args.timeout, log) if device == "cuda" else "no GPU"
+        require_same_gpu(gpu, path)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
     records = Records(mode, args.project, args.group or f"ablate_memory {folder.name}", folder)
@@ -148,6 +150,14 @@ def main() -> None:
     write_files(parts, head, folder)
     records.summary(parts, head)
     print(f"results: {folder}")
+
+
+def require_same_gpu(gpu: str, results: Path) -> None:
+    """Raises: ValueError if the finished cases in `results` are from another GPU, which gpu.txt in the folder names."""
+    file = results.with_name("gpu.txt")
+    if results.exists() and file.exists() and (found := file.read_text(encoding="utf-8").strip()) != gpu:
+        raise ValueError(f"--out must have results of {gpu}; got {results.parent}, whose results are of {found}")
+    file.write_text(gpu + "\n", encoding="utf-8")
 
 
 def known_mode() -> str:

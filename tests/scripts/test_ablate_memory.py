@@ -16,7 +16,7 @@ import torch
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import naive_attention
 from fa_train.models.gpt import GPT
-from scripts.ablate_memory import attention_cases, explanations, parse_arguments, step_cases
+from scripts.ablate_memory import attention_cases, explanations, parse_arguments, require_same_gpu, step_cases
 from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
@@ -454,11 +454,10 @@ def test_the_picture_shows_formula_failures_and_where_naive_must_fail(parts):
 @pytest.mark.parametrize(
     ("result", "memory", "mfu"),
     [
-        (Result("oom"), ["OOM", "no case was measured"], ["OOM", "no case was measured"]),
-        (Result("failed: x"), ["no case was measured"], ["no case was measured"]),
-        (ok(), [], ["unknown on this device"]),
+        pytest.param(Result("oom"), *[["OOM", "no case was measured"]] * 2, id="oom"),
+        pytest.param(Result("failed: x"), *[["no case was measured"]] * 2, id="failed"),
+        pytest.param(ok(), [], ["unknown on this device"], id="ok"),
     ],
-    ids=["oom", "failed", "ok"],
 )
 def test_a_panel_without_a_point_says_why(result, memory, mfu):
     first, _, last = step_part([(case("naive", 1024), result)], 80 * GIB, "none").picture.axes
@@ -478,6 +477,14 @@ def test_arguments_are_checked(arguments, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
     assert arguments[-1] in capsys.readouterr().err
+
+
+def test_a_folder_holds_results_of_one_gpu(tmp_path):
+    for gpu in ("H100", "H200"):  # there is no result yet
+        require_same_gpu(gpu, tmp_path / "results.jsonl")
+    (tmp_path / "results.jsonl").touch()
+    with pytest.raises(ValueError, match=r"^--out must have results of H100; .*, whose results are of H200$"):
+        require_same_gpu("H100", tmp_path / "results.jsonl")
 
 
 def test_each_shape_differs_from_the_first_in_one_thing():
