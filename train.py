@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fa_train.command_line import require_form
 from fa_train.cuda_driver import has_gpu
 from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.output import outlive_readers, replace_unprintable
@@ -126,6 +127,7 @@ if __name__ == "__main__":
     ctrl_c_ends_at_once()
     with mistakes_reported():
         try:
+            require_form(sys.argv[1:])
             main()
         except OSError as error:
             if not is_raised_by_hydra(error):

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from fa_train.command_line import require_form
 from fa_train.config_options import CONF, in_quotes
 from fa_train.run_config import check, wandb_tags
 
@@ -61,6 +62,7 @@ def _overrides(arguments: list[str]) -> list[str]:
     for override in overrides:
         if override.startswith("-"):
             raise ValueError(f"the arguments must be overrides of train.py or --config-dir; got {override}")
+    require_form(overrides)
     folder = given.config_dir
     if folder is None:
         return overrides
