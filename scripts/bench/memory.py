@@ -57,6 +57,7 @@ from scripts.bench.memory_report import cells, markdown, profile_text
 from scripts.bench.overlap import overlap_of
 from scripts.bench.profile_step import StepProfiler
 from scripts.bench.provenance import describe
+from scripts.bench.timing import require_gpu
 from scripts.bench.training_case import (
     FEWEST_STEPS,
     WARMUP,
@@ -198,7 +199,6 @@ def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--overrides", nargs="+", default=[], metavar="NAME=VALUE", help="Hydra overrides of conf/train.yaml"
@@ -208,7 +208,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--combinations", nargs="*", default=list(COMBINATIONS), help="without a value, only --profile runs"
     )
-    parser.add_argument("--attention", choices=options("attention"), default="flash" if cuda else "sdpa")
+    parser.add_argument("--attention", choices=options("attention"), help="default: flash on a GPU, sdpa on the CPU")
     parser.add_argument("--compile", action="store_true", help="use torch.compile for each block, as preset=gpu does")
     parser.add_argument("--profile", action="store_true", help="profile one step with and without offload")
     parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
@@ -217,10 +217,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--slow-step", type=float, default=6, help=f"only {FEWEST_STEPS} steps are timed if a step takes more seconds"
     )
     parser.add_argument("--resume", action="store_true", help="measure only what is missing in OUT")
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU; large models take hours")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     add_time_limits(parser, timeout=300, budget=True)
     add_results(parser, REPOSITORY / "runs" / "bench_memory", kind="folder")
     args = parser.parse_args(arguments)
+    args.attention = args.attention or ("sdpa" if args.cpu else "flash")
     require_positive(parser, args, ("steps", "slow_step", "timeout", "budget", "rounds", "seq_lens"))
     try:
         for name in args.combinations:
@@ -281,8 +283,10 @@ def main() -> None:
         with train.errors_in_one_line(train.MISTAKES):
             print(json.dumps(asdict(measure(case_of(Case, args.case)))))
         return
+    if not args.cpu:
+        require_gpu("scripts.bench.memory", "--cpu measures on the CPU")
     sigterm_raises()
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Device = "cpu" if args.cpu else "cuda"
     head = describe("-m scripts.bench.memory", args.commit)
     precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
     compiled = "compiled" if args.compile else "not compiled"

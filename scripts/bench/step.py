@@ -52,6 +52,7 @@ from scripts.bench.page import header, shown, write_csv
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
+from scripts.bench.timing import require_gpu
 from scripts.bench.training_case import (
     FEWEST_STEPS,
     WARMUP,
@@ -271,7 +272,6 @@ def parse_case(text: str) -> tuple[int, str]:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml")
     parser.add_argument("--model", choices=options("model"), default="llama_1b")
@@ -280,18 +280,21 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="run these cases instead of each variant at each length"
     )
-    attention = "flash" if cuda else "sdpa"
     parser.add_argument(
-        "--attention", choices=options("attention"), default=attention, help="attention of our variants"
+        "--attention",
+        choices=options("attention"),
+        help="attention of our variants; default: flash on a GPU, sdpa on the CPU",
     )
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP} others")
     parser.add_argument(
         "--slow-step", type=float, default=6, help=f"only {FEWEST_STEPS} steps are timed if a step takes more seconds"
     )
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU; large models take hours")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     add_time_limits(parser, timeout=300)
     add_results(parser, REPOSITORY / "runs" / "bench_step")
     args = parser.parse_args(overrides_first(arguments))
+    args.attention = args.attention or ("sdpa" if args.cpu else "flash")
     require_positive(parser, args, ("steps", "slow_step", "timeout", "seq_lens"))
     try:
         for name in args.variants:
@@ -309,8 +312,10 @@ def main() -> None:
         with train.errors_in_one_line(train.MISTAKES):
             print(json.dumps(asdict(measure(case_of(Case, args.case)))))
         return
+    if not args.cpu:
+        require_gpu("scripts.bench.step", "--cpu measures on the CPU")
     sigterm_raises()
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Device = "cpu" if args.cpu else "cuda"
     chosen = args.cases or [(seq_len, name) for seq_len in args.seq_lens for name in args.variants]
     settings = args.attention, args.steps, args.slow_step, tuple(args.overrides)
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]

@@ -12,10 +12,13 @@ import triton
 FEWEST = 6  # smallest number of runs over which a median is taken
 
 
-def require_gpu(script: str) -> None:
-    """Ends the script if there is no GPU, or if TRITON_INTERPRET=1 would interpret the kernels."""
+def require_gpu(script: str, advice: str = "") -> None:
+    """Ends the script if there is no GPU, or if TRITON_INTERPRET=1 would interpret the kernels.
+
+    advice: another sentence for the message if there is no GPU.
+    """
     if not torch.cuda.is_available():
-        sys.exit(f"{script} needs a CUDA GPU; torch sees none on this machine")
+        sys.exit(f"{script} needs a CUDA GPU; torch sees none on this machine{advice and f'. {advice}'}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit(f"{script} times compiled kernels, so TRITON_INTERPRET must not be 1. Run `unset TRITON_INTERPRET`")
 

@@ -46,7 +46,7 @@ def in_this_process(case, timeout):
 
 def run_main(monkeypatch, folder, *arguments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    command = ["bench_memory", "--model", "nano", "--steps", "2", "--attention", "sdpa", "--commit", "abc"]
+    command = ["bench_memory", "--cpu", "--model", "nano", "--steps", "2", "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", [*command, "--out", str(folder), *arguments, "--overrides", *TINY])
     memory.main()
     return json.loads((folder / "memory.json").read_text()), (folder / "memory.md").read_text()
@@ -286,3 +286,11 @@ def test_bad_arguments_end_with_a_message(arguments, message, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_the_cpu_is_only_measured_if_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_memory"])
+    with pytest.raises(SystemExit, match=r"needs a CUDA GPU; .*--cpu measures on the CPU"):
+        memory.main()
+    assert [parse_arguments(given).attention for given in ([], ["--cpu"])] == ["flash", "sdpa"]

@@ -62,8 +62,8 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "run_apart", peer_in_this_process)
     monkeypatch.setattr(subprocess, "Popen", ForkedModule)
-    arguments = ["--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
-    arguments += ["--attention", "sdpa", "--commit", "abc", "--out", str(tmp_path / "step"), *TINY]
+    arguments = ["--cpu", "--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
+    arguments += ["--commit", "abc", "--out", str(tmp_path / "step"), *TINY]
     monkeypatch.setattr(sys, "argv", ["bench_step", *arguments])
     step.main()
     with (tmp_path / "step.csv").open() as file:
@@ -257,3 +257,11 @@ def test_bad_arguments_end_with_a_message(arguments, message, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_the_cpu_is_only_measured_if_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_step"])
+    with pytest.raises(SystemExit, match=r"needs a CUDA GPU; .*--cpu measures on the CPU"):
+        step.main()
+    assert [parse_arguments(given).attention for given in ([], ["--cpu"])] == ["flash", "sdpa"]
