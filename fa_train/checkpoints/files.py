@@ -191,7 +191,9 @@ def newest_below(folder: Path) -> str:
 
 
 def require_checkpoint(path: Path) -> None:
-    """Raises: CheckpointError if `path` is a folder, but not the folder of a sharded checkpoint."""
+    """Raises: CheckpointError if `path` is a special file, or a folder other than that of a sharded checkpoint."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise CheckpointError(f"a checkpoint must be a file or a folder; got {path}, a pipe or another special file")
     if path.is_dir() and not (path / META).is_file():
         raise CheckpointError(
             f"a checkpoint must be a {SUFFIX} file, or the folder of a sharded checkpoint; got {path}, a folder "

@@ -233,6 +233,7 @@ def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
 
 def require_whole(checkpoint: Path) -> None:
     """Checks every stored byte of a checkpoint. Raises: CheckpointError if the file or folder is damaged."""
+    require_checkpoint(checkpoint)
     if not checkpoint.is_dir():
         require_intact(checkpoint)
         read_file(checkpoint, mmap=True)

@@ -134,6 +134,13 @@ def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
             read(tmp_path)
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_checkpoint(tmp_path):
+    os.mkfifo(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"must be a file or a folder; got \S*x.ckpt, a pipe or another special"):
+        require_whole(tmp_path / "x.ckpt")
+
+
 @pytest.mark.parametrize("read", [require_whole, load_sharded, lambda path: load_into({}, path, alone=True)])
 def test_metadata_runs_no_code(read, folder, tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))

@@ -94,7 +94,8 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
         elif first_wildcard is not None and (root := Path(*parts[:first_wildcard])).is_dir():
             matching = _matching(root, parts[first_wildcard:], hidden)
         else:
-            raise ValueError(f"{wanted}; {path} does not exist")
+            reason = "is neither a file nor a folder" if base.exists() else "does not exist"
+            raise ValueError(f"{wanted}; {path} {reason}")
         found, skipped = _sort_out(matching, suffixes)
     skipped["names that begin with a dot"] += len(hidden)
     files = _once(root, found)

@@ -212,6 +212,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     """Yields each weight file with the names of its tensors, or with None if the checkpoint has no index."""
+    require_file(folder / WEIGHTS)
     if (folder / WEIGHTS).exists():
         yield folder / WEIGHTS, None
         return
@@ -338,6 +339,7 @@ def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    require_file(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -349,6 +351,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object; got {type(content).__name__}")
     return content
+
+
+def require_file(path: Path) -> None:
+    """Raises: ValueError if `path` is a folder or a special file. A program that opens a pipe waits for its writer."""
+    if path.exists() and not path.is_file():
+        raise ValueError(
+            f"{path} must be a file; got a {'folder' if path.is_dir() else 'pipe or another special file'}"
+        )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -54,6 +54,9 @@ def test_a_glob_matches_each_part_of_a_path(linked):
         keys(linked / "*" / "*.md")
     with pytest.raises(ValueError, match=r"data.path must be .*/nowhere/\*.txt does not exist"):
         keys(linked / "nowhere" / "*.txt")
+    os.mkfifo(linked / "pipe.txt")
+    with pytest.raises(ValueError, match=r"/pipe.txt is neither a file nor a folder"):
+        keys(linked / "pipe.txt")
 
 
 @pytest.mark.parametrize("name", ["lost.txt", "lost"])

@@ -1,6 +1,7 @@
 """Tests which checkpoints and options are refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,19 @@ def test_folders_without_a_checkpoint_are_refused(checkpoint, tmp_path):
         ValueError, match="must be a folder with a checkpoint or a name on the Hugging Face hub; got a/b/c"
     ):
         load_pretrained("a/b/c")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("make", "found"), [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe or another special file")], ids=["folder", "pipe"]
+)
+def test_a_folder_or_a_pipe_in_place_of_a_file_is_named(make, found, name, checkpoint):
+    path = checkpoint("llama") / name
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(ValueError, match=f"/{name} must be a file; got {found}$"):
+        load_pretrained(path.parent)
 
 
 @pytest.mark.parametrize(
