@@ -54,10 +54,11 @@ def generate(
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
     rope_type=dynamic never uses the cache, because its rotations depend on the total length.
-    Raises: ValueError if an argument is out of range, or the text could exceed the model's learned positions. Raises
-    TypeError if a token is not an integer.
+    Raises: ValueError if the model has no weights, an argument is out of range, or the text could exceed the model's
+    learned positions. Raises TypeError if a token is not an integer.
     """
     prompt = [index(token) for token in (prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt)]
+    model.require_weights()
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
     longest = len(prompt) + max_new_tokens
     _require_positions(model, len(prompt), max_new_tokens)

@@ -227,6 +227,13 @@ class GPT(nn.Module):
         for initialise_weights in self.initialisers:
             initialise_weights(self)
 
+    def require_weights(self) -> None:
+        """Raises: ValueError if the model is on the meta device, where it has no weights."""
+        if self.token_embedding.weight.is_meta:
+            raise ValueError(
+                "the model must have weights; got a model on the meta device. Call its `materialise` first"
+            )
+
     def _allocate(self, device: torch.device) -> None:
         """Replaces all parameters by uninitialised ones on `device`.
 

@@ -247,6 +247,13 @@ def test_impossible_settings_are_named(options, message):
         generate(small(), **({"prompt": PROMPT, "max_new_tokens": 3} | options))
 
 
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(ValueError, match="the model must have weights; got a model on the meta device"):
+        generate(model, PROMPT, max_new_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("n_prompt", "n_new", "advice"),
     [

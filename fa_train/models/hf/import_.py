@@ -159,9 +159,10 @@ def save_pretrained(
     shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger than shard_bytes gets a separate
     file.
     config.json is written last, so an unfinished folder does not contain config.json.
-    Raises: ValueError if the folder already contains a model, no supported family matches the model, or a weight is NaN
-    or infinite in the dtype that is written.
+    Raises: ValueError if the folder already contains a model, no supported family matches the model, the model has no
+    weights, or a weight is NaN or infinite in the dtype that is written.
     """
+    model.require_weights()
     folder = Path(folder)
     if folder.exists() and (
         not folder.is_dir() or any(folder.glob("*.safetensors*")) or (folder / "config.json").exists()

@@ -88,6 +88,14 @@ def test_weights_that_are_not_finite_in_the_written_dtype_are_refused(value, dty
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_without_weights_is_refused_and_makes_no_folder(tmp_path):
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(ValueError, match="the model must have weights; got a model on the meta device"):
+        save_pretrained(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_that_rounds_to_the_largest_float16_is_exported(tmp_path):
     model = build()
     with torch.no_grad():
