@@ -1,6 +1,9 @@
 """Trains with Lightning's fit. Handles signals, divergence and out-of-memory errors."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -24,13 +27,15 @@ def fit(
     A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
     DivergedError.
     Raises: KeyboardInterrupt if Ctrl-C comes before training starts. ValueError if Lightning refuses a setting, for
-    example a callback that needs a logger. OutOfMemoryError if this rank ran out of memory in a run of several ranks.
-    OutOfMemoryError ends the other ranks, which would otherwise wait for this rank.
+    example a callback that needs a logger. The ValueError of `removal_explained`. OutOfMemoryError if this rank ran out
+    of memory in a run of several ranks. OutOfMemoryError ends the other ranks, which would otherwise wait for this
+    rank.
     """
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         empty_before_teardown(trainer, lit_gpt)
     try:
-        trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
+        with removal_explained(trainer.default_root_dir):
+            trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
     except SIGTERMException:  # after a signal, Lightning alone would exit with status 0
         # the launcher ends all ranks as soon as one exits, so every rank first waits until rank 0 has closed its logs
         trainer.strategy.barrier()
@@ -51,6 +56,23 @@ def fit(
             raise OutOfMemoryError(out_of_memory_advice(trainer)) from error
         return False
     return True
+
+
+@contextmanager
+def removal_explained(folder: str) -> Iterator[None]:
+    """Raises: ValueError in place of a FileNotFoundError if the run's folder was removed during the run."""
+    if not os.path.isdir(folder):  # a folder on another machine
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield
+    except FileNotFoundError as error:
+        if os.fstat(descriptor).st_nlink:  # the folder exists, although perhaps under another name
+            raise
+        raise ValueError(f"the run's folder must exist until the run ends; {folder} was removed") from error
+    finally:
+        os.close(descriptor)
 
 
 def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:

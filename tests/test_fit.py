@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from fa_train.fit import fit
+from fa_train.fit import fit, removal_explained
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
 from tests.support.trainers import lit_gpt, quiet_trainer
@@ -81,3 +81,17 @@ def test_a_setting_that_lightning_refuses_is_a_value_error(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[LearningRateMonitor()])
     with pytest.raises(ValueError, match="Cannot use `LearningRateMonitor`"):
         fit(trainer, BoringModel(), Batches(), None)
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_removed_folder_of_the_run_is_named(is_removed, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    message = f"^the run's folder must exist until the run ends; {folder} was removed$" if is_removed else "metrics.csv"
+    with (
+        pytest.raises(ValueError if is_removed else FileNotFoundError, match=message),
+        removal_explained(str(folder)),
+    ):
+        if is_removed:
+            folder.rmdir()
+        (folder / "metrics.csv").read_text()
