@@ -266,6 +266,10 @@ def test_mistakes_are_named(scratch, tmp_path):
     ):
         trained_model.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)
     assert not (tmp_path / "out").exists()
+    (tmp_path / "README.md").write_text("own text")
+    with pytest.raises(ValueError, match=r"an export needs a new folder or one without README.md; got .*, which has a"):
+        trained_model.export(scratch, tmp_path, [], None)
+    assert (tmp_path / "README.md").read_text() == "own text" and not (tmp_path / "config.json").exists()
 
 
 def test_the_dirpath_of_a_run_holds_its_checkpoints(scratch, tmp_path):

@@ -136,8 +136,12 @@ def write(
     config.json names, if that dtype is a key of DTYPES. In all other cases, the weights are written in the dtype that
     they had in training.
     adapter: whether to write only the unmerged adapter, in fp32.
-    Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
+    Raises: ValueError if `folder` has a README.md, which the model card would replace. ValueError if `adapter` is True
+    and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
+    card = folder / "README.md"
+    if card.exists():
+        raise ValueError(f"an export needs a new folder or one without README.md; got {folder}, which has a README.md")
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
     model.config = _with_context_length(model.config, config["seq_len"])
@@ -159,8 +163,9 @@ def write(
             dtype = stored if stored in DTYPES else None
         save_pretrained(merge(model), folder, tokenizer, dtype=dtype, ends=ends)
         parameters = sum(p.numel() for p in model.parameters())
-    (folder / "README.md").write_text(
-        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None, rope, new_eos)
+    card.write_text(
+        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None, rope, new_eos),
+        encoding="utf-8",
     )
 
 
