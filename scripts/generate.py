@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.bounds import Dtype
 from fa_train.errors import errors_in_one_line
-from fa_train.output import replace_unprintable
+from fa_train.output import outlive_readers, replace_unprintable
 
 
 def main() -> None:
@@ -64,5 +64,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     replace_unprintable()
     main()

@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.errors import errors_in_one_line
+from fa_train.output import outlive_readers
 
 
 def main(arguments: list[str]) -> None:
@@ -33,4 +34,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     main(sys.argv[1:])

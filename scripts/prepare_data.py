@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.errors import errors_in_one_line
-from fa_train.output import replace_unprintable
+from fa_train.output import outlive_readers, replace_unprintable
 from scripts.composed import composed, without
 
 if TYPE_CHECKING:  # only for type hints, because the import of torch and Lightning takes seconds
@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         sys.exit()

@@ -31,6 +31,16 @@ def test_a_process_outlives_the_reader_of_its_output():
     assert subprocess.run([sys.executable, "-c", WITHOUT_READER], env=environment).returncode == 7
 
 
+@pytest.mark.parametrize("script", ["plan_memory", "prepare_data"])
+def test_a_script_outlives_the_reader_of_its_output(script):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(REPOSITORY / "scripts" / f"{script}.py"), "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("encoding", "printed"),
     [

@@ -43,6 +43,7 @@ for script, *arguments in ast.literal_eval(sys.argv[1]):
                 print(end)
             except BaseException:
                 traceback.print_exc()
+            sys.stdout.flush(), sys.stderr.flush()  # a script may have replaced them
         os._exit(0)  # an ordinary exit takes a second
     os.waitpid(process, 0)
 """
