@@ -161,7 +161,10 @@ def require_same_gpu(gpu: str, results: Path) -> None:
 
 
 def known_mode() -> str:
-    """Returns the mode of W&B. Raises: ValueError if wandb refuses a variable, or WANDB_MODE=online has no API key."""
+    """Returns the mode of W&B.
+
+    Raises: ValueError if wandb refuses an environment variable, or if WANDB_MODE is online without an API key.
+    """
     from fa_train.wandb_mode import require_api_key, require_known_variables, wandb_mode
 
     require_known_variables()

@@ -47,7 +47,7 @@ globals().update((k, v) for k, v in vars(sys.modules["{name}"]).items() if not k
 
 
 def write_kernel(folder: Path) -> Path:
-    """Writes the kernel to `folder`, and returns the folder of its only variant, build/torch-universal.
+    """Writes the kernel to `folder`. Returns the folder of the kernel's only build, build/torch-universal.
 
     Raises: ValueError if `folder` already holds a kernel.
     """

@@ -35,8 +35,8 @@ def checkpoint_path(ckpt_path: str | None, runs: Path) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to start a new run.
 
     ckpt_path: a path, "last" for the newest undamaged checkpoint of the runs in `runs`, or None. `runs` itself and each
-    folder in `runs` can be the folder of a run. Deeper folders belong to runs with another run_name. The function
-    prints a line for each damaged checkpoint that "last" skips.
+    folder in `runs` can be the folder of a run. Deeper folders are not searched, because they belong to runs
+    with another run_name. The function prints a line for each damaged checkpoint that "last" skips.
     Raises: ValueError if ckpt_path is empty, does not exist, is damaged or is not a checkpoint.
     """
     if ckpt_path is None:

@@ -242,7 +242,7 @@ def chat_prompt(
 
 
 def stop_tokens(model: GPT, *ends: int | None) -> set[int]:
-    """Returns the tokens that end a text: the tokens in `ends`, and the tokens that the model's checkpoint names."""
+    """Returns the tokens that end a text: the tokens in `ends`, and the end tokens of the model's checkpoint."""
     named = [] if model.origin is None else model.origin.eos_ids
     return {i for i in (*ends, *named) if i is not None}
 

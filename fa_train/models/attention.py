@@ -23,8 +23,8 @@ from fa_train.memory.recompute import recomputed
 class Attention(Protocol):
     """A function that computes attention over a packed stream.
 
-    Shapes: q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim); returns the shape of q. Inputs and output
-    have the same dtype.
+    Shapes: q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim). The output has the shape of q. Inputs
+    and output have the same dtype.
     softmax_scale: the factor that the scores are multiplied by, or None for head_dim**-0.5.
     softcap: if it is not 0, each scaled score becomes softcap * tanh(score / softcap).
     flash_attention refuses a softcap above 1000.

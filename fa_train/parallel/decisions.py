@@ -22,7 +22,7 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
     if question in launcher_decisions():
         return launcher_decisions()[question]
     if is_launched():
-        from fa_train.parallel import rank_store  # this module imports torch and Lightning, which takes seconds
+        from fa_train.parallel import rank_store  # rank_store imports torch and Lightning, which takes seconds
 
         ranks = rank_store.cluster_environment()
         if ranks is not None:
@@ -38,7 +38,7 @@ def compared_by_rank_zero(question: str, own: str, compare: Callable[[int, str],
     """
     if not is_launched():
         return
-    from fa_train.parallel import rank_store  # this module imports torch and Lightning, which takes seconds
+    from fa_train.parallel import rank_store  # rank_store imports torch and Lightning, which takes seconds
 
     ranks = rank_store.cluster_environment()
     if ranks is not None:

@@ -12,8 +12,8 @@ kernel, and a note on the results page gives the reason.
 
 The variant `hf-fa_train` equals `hf`, except that our attention replaces SDPA.
 
-With adapter=lora, the peer has adapters like peft's LoRA. Each linear layer that adapter.target_modules names has one
-pair of matrices A and B in fp32. Matrix products with LoRA's A or B use the dtype of the layer's input, or autocast's
+With adapter=lora, the peer has adapters like peft's LoRA. Each linear layer in adapter.target_modules has one pair of
+matrices A and B in fp32. Matrix products with LoRA's A or B use the dtype of the layer's input, or autocast's
 dtype if autocast is on. With optimizer=adamw_8bit, our variants and the peers use torchao's AdamW8bit.
 """
 

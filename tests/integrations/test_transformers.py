@@ -99,7 +99,7 @@ def test_a_document_does_not_change_the_others_by_a_bit(packed):
 def test_every_layer_runs_our_operator_and_no_other_attention():
     model = tiny("gemma2-soft-cap")
     model.set_attn_implementation(fa.NAME)
-    with Operators() as of_rope:  # in transformers 5.17, RoPE runs a matmul, which must not count as attention's
+    with Operators() as of_rope:  # in transformers 5.17, RoPE runs a matmul, which is not attention
         model.model.rotary_emb(torch.zeros(1, 8, 1), torch.arange(8)[None])
     with Operators() as seen:
         model(tokens(1, 8), use_cache=False)

@@ -1,4 +1,7 @@
-"""strategy=auto is DDP if several ranks train. With DDP, no step may train weights whose gradients are not averaged."""
+"""Tests DDP, which strategy=auto uses if several ranks train.
+
+Each step must average the gradients of all weights that it trains.
+"""
 
 from functools import partial
 

@@ -130,7 +130,7 @@ class HFTokenizer:
         if backend is None:
             return [np.asarray(ids, dtype=np.int32) for ids in self.hf(list(texts), **options)["input_ids"]]
         self.hf("", **options)  # sets the backend's options, such as no truncation
-        # encode_batch_fast computes no offsets, which would take a quarter of the memory
+        # encode_batch_fast computes no offsets; they would be a quarter of the memory that tokenising needs
         encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encoded]
 

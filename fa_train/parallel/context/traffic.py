@@ -65,7 +65,7 @@ class Traffic(NamedTuple):
     """
 
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
-    key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
+    key_end: Tensor  # (local,) int32, for each query in `crossing`, 1 + the buffer row of the last key that it sees
     # own_start, own_end: (local,) int32, the start and the end of the range of this rank's keys that each query sees.
     # A query that sees keys of other ranks has an empty range, because the buffer holds all keys that the query sees.
     own_start: Tensor

@@ -303,7 +303,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Returns an error message for each recording that is replayed although it does not fit the new input addresses."""
+    """Returns an error message for each recorded launch that is replayed with inputs of another alignment."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     # Triton compiles different code for addresses that are not multiples of 16.

@@ -167,7 +167,7 @@ def test_documents_are_cut_if_necessary(lengths, ranks, why, monkeypatch):
 
 
 def test_many_different_lengths():
-    """A rank has documents of more than `MAX_LENGTHS` different lengths, so a swap compares only some lengths."""
+    """A rank's documents have more than `MAX_LENGTHS` different lengths, so the search tries only some of them."""
     lengths = np.random.default_rng(0).integers(64, 2049, 2**14)
     ends = lengths.cumsum()
     boundaries = np.append(0, np.append(ends[ends < 2**20], 2**20))

@@ -1,4 +1,4 @@
-"""Tests scripts/bench/random_plans.py on a CPU: the drawn configurations, and the files."""
+"""Tests scripts/bench/random_plans.py on a CPU: which configurations it draws, and which files it writes."""
 
 import json
 import sys

@@ -17,7 +17,7 @@ class References(HTMLParser):
 
 
 def assert_self_contained(html: str) -> References:
-    """Asserts that a page loads nothing, neither from other hosts nor from other files, and returns its tags."""
+    """Returns the tags of a page. Asserts that the page loads nothing from other hosts or other files."""
     parser = References()
     parser.feed(html)
     parser.close()

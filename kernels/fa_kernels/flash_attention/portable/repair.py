@@ -154,8 +154,8 @@ def repair_backward(
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     """Returns two numbers: how many programs check `n_items` tiles, and how many tiles a program checks at a time.
 
-    There is at most one program per multiprocessor. Usually no tile is marked, so a launch that finds no mark must be
-    fast.
+    There is at most one program per multiprocessor. Usually no tile has a NaN mark, so a launch that
+    finds no mark must be fast.
     """
     if interpreted():
         return min(n_items, 3), 4  # small numbers, so that each program checks several tiles even if inputs are short

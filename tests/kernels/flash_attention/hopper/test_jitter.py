@@ -31,7 +31,7 @@ def test_sleeping_warps_change_no_bit(tmp_path):
     for name, run, arguments in jittered.calls():
         for one, other in zip(found.pop(name), jittered.outcomes(run, arguments, name), strict=True):
             assert one[0] == other[0], name
-            if other[1] is not None:  # dq, whose terms are added in a varying order
+            if other[1] is not None:  # other[1] is dq, whose terms are added in a varying order
                 torch.testing.assert_close(
                     one[1], other[1], rtol=2.0**-7, atol=1e-5, msg=partial("{}: {}".format, name)
                 )

@@ -305,7 +305,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_number)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    # with a queue, the loop has one extra iteration, so that a ticket is drawn even if the item has no steps
+    # with a queue, one extra iteration draws the next item's number (the ticket) even if this item has no steps
     DRAWS: gl.constexpr = 0 if counter_ptr is None else 1
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0

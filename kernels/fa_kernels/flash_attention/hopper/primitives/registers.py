@@ -139,8 +139,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # Returns instructions that set the bits of the columns below `column` in a mask. In each group of 8 columns, a
-    # thread has two columns, so a mask has two bits per group.
+    # Returns instructions that compute a mask in which the bits of all columns with an index less than `column` are
+    # set. In each group of 8 columns, a thread has two columns, so a mask has two bits per group.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",
