@@ -66,7 +66,8 @@ def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
     """Returns `function.apply` without its functorch layer.
 
     `function.apply` takes 8 us of host time, including 2.5 us for the functorch layer. The functorch layer is not
-    needed while no functorch transform is active. Call `without_dead_wrapper` on each tensor argument first.
+    needed while no functorch transform is active. Call `without_dead_wrapper` on each tensor argument first. From
+    torch 2.14 on, `function.apply` has no such layer in Python, and this function returns `function.apply`.
     """
     direct = getattr(super(Function, function), "apply", None)
     return function.apply if direct is None or _unwrap_if_dead is None else direct
