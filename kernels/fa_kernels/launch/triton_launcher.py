@@ -11,6 +11,7 @@ launcher from `_launcher` accepts several arguments: the encoded descriptor, its
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import triton
@@ -60,9 +61,19 @@ def encodings_of(compiled: Any) -> Sequence[Any]:
 
 def encoded(descriptor: TensorDescriptor, encoding: Any) -> Any:
     """Returns the TMA descriptor in the encoding that the GPU reads."""
+    return _encoder()(descriptor, encoding)[0]
+
+
+@cache
+def _encoder() -> Callable[[TensorDescriptor, Any], Any]:
+    """Returns Triton's function that encodes a descriptor."""
     from triton.backends.nvidia.driver import make_tensordesc_arg  # imported here because it needs a CUDA driver
 
-    return make_tensordesc_arg(descriptor, encoding)[0]
+    n_more = len(signature(make_tensordesc_arg).parameters) - 2
+    if not n_more:
+        return make_tensordesc_arg
+    # from Triton 3.8 on, the function also takes the arguments of the launch, but does not use them
+    return lambda descriptor, encoding: make_tensordesc_arg(descriptor, encoding, *[None] * n_more)
 
 
 class _Source(NamedTuple):

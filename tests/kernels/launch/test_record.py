@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.nvidia import driver as nvidia
 
 from fa_kernels import flash_attn_func, flash_attn_with_kvcache
 from fa_kernels.flash_attention import backend, checks
@@ -146,6 +147,21 @@ def test_only_tested_versions_of_triton_are_recorded(version, known, asks_again,
     monkeypatch.delenv(record.VARIABLE, raising=False)
     monkeypatch.setattr(triton_launcher.triton, "__version__", version)
     assert record._may_record() == known
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda descriptor, encoding: [(descriptor, encoding)], lambda descriptor, encoding, _: [(descriptor, encoding)]],
+)
+def test_descriptors_are_encoded_with_each_version_of_triton(make, monkeypatch):
+    """From Triton 3.8 on, `make_tensordesc_arg` has a third parameter."""
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", make)
+    encoder = triton_launcher._encoder
+    encoder.cache_clear()
+    try:
+        assert triton_launcher.encoded("descriptor", "encoding") == ("descriptor", "encoding")
+    finally:
+        encoder.cache_clear()
 
 
 @pytest.mark.parametrize(("value", "records"), [("0", False), ("1", True)])
