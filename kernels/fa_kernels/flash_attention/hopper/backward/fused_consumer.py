@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,6 +27,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
     posted_item,
     visible_queries,
 )
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.barriers import (
     CONSUMERS_BARRIER,
     hand_back,

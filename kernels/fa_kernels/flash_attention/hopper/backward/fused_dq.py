@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fa_kernels.flash_attention.hopper.backward.dq_order import note_added
 from fa_kernels.flash_attention.hopper.backward.items import first_step, locate_item, next_step, posted_item
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.barriers import tma_reduce_add
 from fa_kernels.flash_attention.hopper.primitives.columns import at, width_of
 from fa_kernels.flash_attention.hopper.primitives.queue import field, read

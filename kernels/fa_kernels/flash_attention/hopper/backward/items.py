@@ -11,8 +11,9 @@ wide.py use parts of it.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP
 from fa_kernels.flash_attention.hopper.primitives.columns import nbytes_of, new_buffer, start_load
 from fa_kernels.flash_attention.hopper.primitives.queue import DRAWN_BEFORE, field, item_of, post, take

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,6 +37,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
     produce,
     visible_queries,
 )
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.barriers import CONSUMERS_BARRIER, hand_back, meet, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, operand_layout

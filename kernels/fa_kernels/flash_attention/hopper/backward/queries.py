@@ -27,13 +27,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fa_kernels.device import LOG2_E
 from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, meet
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows

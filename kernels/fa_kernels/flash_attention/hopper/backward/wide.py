@@ -29,7 +29,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -47,6 +46,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
     next_step,
     visible_queries,
 )
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout, operand_layout

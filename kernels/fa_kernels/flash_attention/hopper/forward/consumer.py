@@ -5,13 +5,14 @@ A consumer computes attention for 64 queries of an item.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from fa_kernels.device import LOG2_E
 from fa_kernels.flash_attention.hopper.forward import output, softmax
 from fa_kernels.flash_attention.hopper.forward.items import Rings, posted_item, posted_visits
 from fa_kernels.flash_attention.hopper.forward.output import Output
 from fa_kernels.flash_attention.hopper.forward.softmax import HIDDEN, LN_2
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.barriers import pass_pingpong, wait_pingpong
 from fa_kernels.flash_attention.hopper.primitives.columns import at, begin_scores_at
 from fa_kernels.flash_attention.hopper.primitives.queue import Queue, field, read

@@ -2,9 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from fa_kernels.flash_attention.hopper.forward import softmax
+from fa_kernels.flash_attention.hopper.primitives import tma
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.registers import accumulator_layout
 from fa_kernels.flash_attention.structure import structure

@@ -6,7 +6,9 @@ of 96 columns were padded to 128 columns, each matmul would be a third more expe
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from fa_kernels.flash_attention.hopper.primitives import tma
 
 
 @gluon.jit
