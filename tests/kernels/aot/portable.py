@@ -21,6 +21,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from fa_kernels.columns_of_head import columns_of
@@ -175,7 +176,7 @@ def ptxas(ptx, capability):
     The result has the number of registers, the bytes of spills, ptxas's C75xx warnings, the tensor-core instruction,
     and the findings of `misplaced_descriptors`.
     """
-    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas  # as Triton chooses
+    tool = get_ptxas(capability)
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")

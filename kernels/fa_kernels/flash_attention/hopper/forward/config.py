@@ -13,6 +13,8 @@ ROWS = 64  # queries per consumer, because a warpgroup's matmul instruction has 
 class ForwardConfig(NamedTuple):
     """One configuration of the forward kernel. A tile has 64 * consumers queries and block_n keys.
 
+    The kernel reads only fields, because Triton 3.8 turns a NamedTuple into a tuple without its properties.
+
     consumers: 2 or 3. Each consumer has 64 queries, so a loaded block of K and V serves 128 or 192 queries. Three
         consumers make some calls at head_dim 64 and 96 faster. On short documents, larger tiles waste more work. With
         three consumers, a thread has too few registers for the default softmax, so `pv_first` or `max_first` must be
@@ -27,6 +29,7 @@ class ForwardConfig(NamedTuple):
         previous P.
     o_in_q: the output o is copied to global memory through the buffer of Q, because at head_dim 256, shared memory has
         no room for a buffer of o.
+    consumer_registers, producer_registers: registers per thread of a consumer and of the producer, after `setmaxnreg`.
     """
 
     block_n: int
@@ -37,6 +40,8 @@ class ForwardConfig(NamedTuple):
     max_first: bool = False
     pv_first: bool = False
     o_in_q: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
 
     @property
     def tiles(self) -> Literal["query_tiles", "wide_query_tiles"]:
@@ -48,16 +53,6 @@ class ForwardConfig(NamedTuple):
         """Registers per thread when the kernel starts. All threads together have at most 64K registers."""
         return 168 if self.consumers == 2 else 128
 
-    @property
-    def consumer_registers(self) -> int:
-        """Registers per thread of a consumer, after `setmaxnreg`."""
-        return 240 if self.consumers == 2 else 160
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers per thread of the producer, after `setmaxnreg`."""
-        return 24 if self.consumers == 2 else 32
-
 
 # The default configurations, by head_dim.
 FORWARD_CONFIGS = {
@@ -67,14 +62,26 @@ FORWARD_CONFIGS = {
     256: ForwardConfig(block_n=64, consumers=2, stages=2, pingpong=True, o_in_q=True),
 }
 _LONG = {
-    64: ForwardConfig(block_n=128, consumers=3, stages=3, pingpong=True, pv_first=True),
-    96: ForwardConfig(block_n=64, consumers=3, stages=6, pingpong=True, pv_first=True),
+    64: ForwardConfig(
+        block_n=128, consumers=3, stages=3, pingpong=True, pv_first=True, consumer_registers=160, producer_registers=32
+    ),
+    96: ForwardConfig(
+        block_n=64, consumers=3, stages=6, pingpong=True, pv_first=True, consumer_registers=160, producer_registers=32
+    ),
 }
 WIDE_O_STAGES = 4  # the upper limit of `stages` if o is fp32
 # Configurations that are faster than the default for some length classes (schedule.length_class_of).
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
-        64: ForwardConfig(block_n=64, consumers=3, stages=4, ranged=True, max_first=True),
+        64: ForwardConfig(
+            block_n=64,
+            consumers=3,
+            stages=4,
+            ranged=True,
+            max_first=True,
+            consumer_registers=160,
+            producer_registers=32,
+        ),
         96: ForwardConfig(block_n=64, consumers=2, stages=4, ranged=True),
         128: ForwardConfig(block_n=64, consumers=2, stages=4, ranged=True),
         256: ForwardConfig(block_n=64, consumers=2, stages=2, ranged=True, o_in_q=True),
