@@ -114,8 +114,8 @@ class LitGPT(L.LightningModule):
             strategy.shard(self.model, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
-        # FullyShardedStrategy loads a checkpoint after this hook, and checks the names itself
-        require_same_names(trained_weights(self, self.trainer.optimizers), self._trained_before)
+        if self._trained_before:  # FullyShardedStrategy loads a checkpoint after this hook, and checks the names itself
+            require_same_names(trained_weights(self, self.trainer.optimizers), self._trained_before)
         self._start_sums(self.device)
 
     def _start_sums(self, device: torch.device) -> None:
