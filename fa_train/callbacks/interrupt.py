@@ -94,7 +94,7 @@ class GracefulInterrupt(Callback):
         trainer = self._trainer
         if self._agreement and not trainer.received_sigterm:
             found = self._agreement.largest(self._asked_for or SHOULD_STOP * bool(trainer.should_stop))
-            trainer.should_stop = found >= SHOULD_STOP
+            trainer.should_stop = found == SHOULD_STOP  # after a signal, it would start a validation
             if found > SHOULD_STOP:
                 self._stop(found)
 

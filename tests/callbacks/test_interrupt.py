@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.callbacks.interrupt import GracefulInterrupt, exit_status
 from fa_train.errors import errors_in_one_line
@@ -83,11 +84,14 @@ class Stops(Callback):
     """Sets should_stop after micro-batch 3, or after the validation that follows micro-batch 4."""
 
     def __init__(self, hook: str) -> None:
-        self.hook = hook
+        self.hook, self.n_validations = hook, 0
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if self.hook == "on_train_batch_end" and batch_idx == 2:
             trainer.should_stop = True
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        self.n_validations += 1
 
     def on_validation_end(self, trainer, pl_module) -> None:
         if self.hook == "on_validation_end":
@@ -129,6 +133,17 @@ def test_all_ranks_stop_after_the_same_micro_batch(hook, of_other, last, tmp_pat
     assert trainer.global_step == last
 
 
+def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, monkeypatch):
+    monkeypatch.setattr("fa_train.callbacks.interrupt.Agreement", TwoRanks)
+    monkeypatch.setattr(TwoRanks, "of_other", {2: 128 + signal.SIGTERM}, raising=False)
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    counts = Stops("")
+    trainer = quiet_trainer(tmp_path, max_steps=9, callbacks=[GracefulInterrupt(), counts], num_sanity_val_steps=0)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(BoringModel())
+    assert trainer.global_step == 3 and counts.n_validations == 0
+
+
 def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
     monkeypatch.setattr(TwoRanks, "of_other", {2: 128 + signal.SIGTERM}, raising=False)
     interrupt, connector = started()
@@ -136,5 +151,5 @@ def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
     interrupt._trainer.should_stop, interrupt._trainer.received_sigterm = True, False
     for found in (0, 1, 128 + signal.SIGTERM):
         interrupt._agree()
-        assert interrupt._trainer.should_stop == (found > 0) and connector.received_sigterm == (found > 1)
+        assert interrupt._trainer.should_stop == (found == 1) and connector.received_sigterm == (found > 1)
     assert exit_status(SimpleNamespace(callbacks=[interrupt])) == 128 + signal.SIGTERM
