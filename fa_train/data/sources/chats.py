@@ -33,7 +33,7 @@ FORMS: tuple[tuple[str, ...], ...] = (
     ("question", "answer"), ("query", "response"), ("prompt", "response"), ("question", "response"),
 )  # fmt: skip
 INPUTS = ("context", "input")  # optional columns whose texts are added to an instruction, a question or a query
-SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt, of which the first is used
+SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt; the first that is not empty is used
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
@@ -217,7 +217,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
             found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
             *others, last = (" and ".join(form) for form in FORMS)
             raise ValueError(f"a chat must have {', '.join(others)}, or {last}; {where} has {found}")
-    name = next((name for name in SYSTEM if name in present), SYSTEM[0])
+    name = next((name for name in SYSTEM if present.get(name)), SYSTEM[0])
     system = present.get(name, "")
     if not isinstance(system, str):
         raise ValueError(f"{name} must be a text; {where} has a {type(system).__name__}")
@@ -249,7 +249,7 @@ def _with_inputs(row: Mapping[str, Any], question: str, where: str) -> str:
 def _history(value: Any, where: str) -> list[tuple[Any, Any]]:
     """Returns the earlier pairs (question, answer) of a row. value: a list, its JSON text, or None."""
     if isinstance(value, str):
-        value = _json(value, "history", where) if value.strip() else None
+        value = _json(value, "a text in place of the list history", where) if value.strip() else None
     if not value:
         return []
     entries = _list(value, "history", where)
@@ -270,8 +270,9 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
     """Converts a list of ShareGPT's messages to messages with role and content. Other lists stay as they are."""
     messages = []
     entries = _list(value, "conversations", where)
-    if isinstance(entries[0], dict) and "role" in entries[0]:  # as unsloth's standardize_sharegpt writes them
-        return entries
+    first = entries[0]
+    if isinstance(first, dict) and first.get("from") is None and "role" in first:
+        return entries  # as unsloth's standardize_sharegpt writes them
     for number, message in enumerate(entries):
         if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
             raise ValueError(
@@ -280,7 +281,7 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
         role = message["from"]
         role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
         others = {name: entry for name, entry in message.items() if name not in ("from", "value")}
-        messages.append({"role": role, "content": message["value"], **others})
+        messages.append(others | {"role": role, "content": message["value"]})
     return messages
 
 
@@ -367,7 +368,7 @@ def _template_kwargs(value: Any, where: str) -> dict[str, Any]:
 def _list(value: Any, name: str, where: str) -> list[Any]:
     """Returns a list that is not empty. value: the list, or its JSON text."""
     if isinstance(value, str):
-        value = _json(value, name, where)
+        value = _json(value, f"a text in place of the list {name}", where)
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list; {where} has a {type(value).__name__}")
     if not value:

@@ -25,6 +25,7 @@ def test_all_formats_give_the_same_chat():
     question = {"question": "2 + 2?", "answer": "is 4."}
     dolly = {"instruction": "2 + 2?", "context": "", "response": "is 4.", "category": "open_qa"}
     unsloth = {"conversations": [QUESTION, ANSWER]}
+    nulls = {"conversations": [message | {"role": None, "content": None} for message in sharegpt["conversations"]]}
     pairs = [{"query": "2 + 2?", "response": "is 4."}, {"prompt": "2 + 2?", "response": "is 4."}]
     pairs.append({"prompt": [QUESTION], "response": [ANSWER]})
     same = [
@@ -34,7 +35,7 @@ def test_all_formats_give_the_same_chat():
         question,
         PAIR | {"tools": None, "id": 3, "label": True},
     ]
-    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth):
+    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth, nulls):
         chat = parse_chat(row, "")
         assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
         assert chat.trained_from == int("prompt" in row), "only a prompt is never trained on"
@@ -96,8 +97,8 @@ def test_a_system_prompt_may_have_its_own_column():
     sharegpt = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]}
     orca = {"question": "2 + 2?", "response": "is 4."}
     for row in (PAIR, sharegpt, orca, {"messages": [QUESTION, ANSWER]}, {"messages": [system, QUESTION, ANSWER]}):
-        for name in ("system", "system_prompt"):
-            assert parse_chat(row | {name: "be brief."}, "").messages == [system, QUESTION, ANSWER]
+        for given in ({"system": "be brief."}, {"system_prompt": "be brief.", "system": ""}):
+            assert parse_chat(row | given, "").messages == [system, QUESTION, ANSWER]
     assert parse_chat(PAIR | {"system": "be brief."}, "").trained_from == 2
     begun = [chat_message("developer", "be long."), QUESTION, ANSWER]
     assert parse_chat({"messages": begun, "system": "be brief."}, "").messages == begun
@@ -193,7 +194,7 @@ def with_message(**changes):
         ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
         ({"question": "2", "answers": ["3"]}, "question and answer, .*; .*line 2 has question, answers"),
         ({"messages": []}, "messages must have at least one entry; .*line 2 has an empty list"),
-        ({"messages": "hello"}, "messages must be JSON; .*line 2 has 'hello': Expecting value"),
+        ({"messages": "hello"}, "in place of the list messages must be JSON; .*line 2 has 'hello': Expecting value"),
         ({"messages": '{"role": "user"}'}, "messages must be a list; .*line 2 has a dict"),
         ({"conversations": "[]"}, "conversations must have at least one entry; .*line 2 has an empty list"),
         ({"instruction": "2", "output": "3", "history": {"a": "b"}}, "history must be a list; .*line 2 has a dict"),
