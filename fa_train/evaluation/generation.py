@@ -234,10 +234,9 @@ def chat_prompt(
     hf = encoder.tokenizer.hf
     roles = ", ".join(message["role"] for message in messages)
     rejected = f"{encoder.name}'s chat template rejects a prompt of messages with the roles {roles}"
+    arguments = dict(template_kwargs or {}) | {"tools": tools, "tokenize": False, "add_generation_prompt": True}
     with named_rejection(rejected):
-        text = hf.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **template_kwargs or {}
-        )
+        text = hf.apply_chat_template(messages, **arguments)
     return list(hf(text, add_special_tokens=False).input_ids)
 
 

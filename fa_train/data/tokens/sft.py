@@ -243,7 +243,11 @@ class ChatEncoder:
         if not reasoned or reasoned[-1] == len(chat.messages) - 1:
             return
         begin = chat.messages[: reasoned[-1] + 1]
-        self._require_texts(template, replace(chat, messages=begin), self._render(template, chat, begin).text)
+        try:
+            text = self._render(template, chat, begin).text
+        except Rejection:  # the template rejects the first messages, but not the whole chat
+            return
+        self._require_texts(template, replace(chat, messages=begin), text)
 
     def _spans_from(self, template: str, chat: Chat, index: int, rendered: Rendered) -> Spans:
         """Returns the spans of the {% generation %} blocks of chat.messages[index:]. rendered: the whole chat.
@@ -298,7 +302,7 @@ class ChatEncoder:
         # apply_chat_template is not used here, because it returns no spans and rejects an empty list of messages.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        arguments = chat.template_kwargs | self._hf.special_tokens_map
+        arguments = self._hf.special_tokens_map | chat.template_kwargs
         arguments |= {"tools": chat.tools, "add_generation_prompt": add_generation_prompt}
         templates = [template, _with_markers(template)] if has_blocks else [template]
         part = "" if len(messages) == len(chat.messages) else f"the first {len(messages)} messages of "

@@ -340,7 +340,7 @@ def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
     encode(chat_encoder, PAIR)
 
 
-ASKED = chat_message("user", "2 + 2?")
+ASKED, ANSWERED = chat_message("user", "2 + 2?"), chat_message("assistant", "4.")
 ANSWERED_WITH_REASONING = [ASKED, chat_message("assistant", "4.", reasoning_content="Two plus two.")]
 ANSWERED_AFTER_THINKING = [ASKED, chat_message("assistant", "<think>\nTwo plus two.\n</think>\n\n4.")]
 # Renders each content after its last </think>. Renders reasoning_content only if the message is the last one.
@@ -380,7 +380,7 @@ REASONING = HEAD + (
         ),
         pytest.param(
             CHATML,
-            [*ANSWERED_WITH_REASONING, ASKED, chat_message("assistant", "4.")],
+            [*ANSWERED_WITH_REASONING, ASKED, ANSWERED],
             "omits the reasoning_content of chats.jsonl, line 1, message 1",
             id="reasoning-of-an-earlier-answer-that-is-trained-on",
         ),
@@ -430,6 +430,12 @@ def test_a_template_that_leaves_a_text_out_is_named(tmp_path, template, messages
 )
 def test_a_template_may_change_texts_and_omit_the_reasoning_of_earlier_answers(tmp_path, template, before):
     encode(encoder(tmp_path, template), {"prompt": [*before, chat_message("user", "the")], "completion": "so"})
+
+
+def test_a_template_may_reject_the_first_messages_of_a_chat_with_reasoning(tmp_path):
+    strict = "{% if messages[-1].tool_calls %}{{ raise_exception('no result') }}{% endif %}" + WITH_BLOCKS
+    call = chat_message("assistant", "", reasoning_content="Two plus two.", tool_calls=[CALL])
+    encode(encoder(tmp_path, strict), {"messages": [ASKED, call, chat_message("tool", "4"), ASKED, ANSWERED]})
 
 
 def test_a_template_that_wants_tools_renders_them(tmp_path):
