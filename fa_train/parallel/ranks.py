@@ -20,7 +20,7 @@ from typing import Any
 # the environment variable in which train.py's launcher passes decisions, such as the run's folder, to its ranks as JSON
 DECISIONS = "FA_TRAIN_TOLD"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-FIRST_SPECIAL_STEP = 0xFFFFFFFA  # from slurm.h: larger step numbers belong to batch scripts and salloc's shells
+FIRST_SPECIAL_STEP = 0xFFFFFFFA  # from slurm.h: numbers from here on belong to batch scripts and salloc's shells
 
 
 def is_launched() -> bool:
