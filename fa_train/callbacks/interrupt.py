@@ -32,6 +32,7 @@ class GracefulInterrupt(Callback):
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
+    _agreement: Agreement | None = None  # None before fit, for example in trainer.validate, and in a run of one process
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
@@ -91,8 +92,7 @@ class GracefulInterrupt(Callback):
 
     def _agree(self) -> None:
         """Sends whether this rank must stop. Makes all ranks stop together if any rank sent so in an earlier call."""
-        trainer = self._trainer
-        if self._agreement and not trainer.received_sigterm:
+        if self._agreement and not (trainer := self._trainer).received_sigterm:
             found = self._agreement.largest(self._asked_for or SHOULD_STOP * bool(trainer.should_stop))
             trainer.should_stop = found == SHOULD_STOP  # after a signal, it would start a validation
             if found > SHOULD_STOP:

@@ -144,6 +144,11 @@ def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, mo
     assert trainer.global_step == 3 and counts.n_validations == 0
 
 
+def test_validation_without_training(tmp_path):
+    trainer = quiet_trainer(tmp_path, callbacks=[GracefulInterrupt()], limit_val_batches=1)
+    trainer.validate(BoringModel(), verbose=False)
+
+
 def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
     monkeypatch.setattr(TwoRanks, "of_other", {2: 128 + signal.SIGTERM}, raising=False)
     interrupt, connector = started()
