@@ -81,11 +81,16 @@ class ContextAttention:
         sinks, alibi_slopes: (n_heads,) fp32, as in fa_kernels.flash_attention.interface.flash_attn_func. Each rank
         computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
         attention supports sinks, alibi_slopes and head_groups > 1.
-        Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
-        head_groups does not divide the KV heads. Also raises ValueError if Counts.splits is 1 and `inner` is not flash
-        attention. If the function fa_train.parallel.context.traffic.traffic is called with may_split=False,
-        Counts.splits is 0.
+        Raises: ValueError if an argument is not supported, `schedule` is not a SharedSchedule, alibi_slopes has a wrong
+        shape, dtype or device, or head_groups does not divide the KV heads. Also raises ValueError if Counts.splits is
+        1 and `inner` is not flash attention. If the function fa_train.parallel.context.traffic.traffic is called with
+        may_split=False, Counts.splits is 0.
         """
+        if not isinstance(schedule, SharedSchedule):
+            raise ValueError(
+                "a model whose ranks share their streams needs the traffic of the batch, from GPT.context_shard; got a "
+                f"{type(schedule).__name__} without traffic"
+            )
         crossing, own, moves = schedule
         if function_of(self.inner) is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

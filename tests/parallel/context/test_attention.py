@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa_kernels.flash_attention import backend
+from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context import attention_operators, operators
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
@@ -196,6 +197,14 @@ def test_impossible_sinks_and_slopes(attention, given, message, group):
     inputs = {name: torch.zeros(size) for name, size in given.items()}
     with pytest.raises(ValueError, match=message):
         ContextAttention(attention, group)(q, k, v, schedule, **inputs)
+
+
+@pytest.mark.parametrize("attention", [flash_attention, naive_attention])
+def test_a_schedule_without_traffic_is_refused(attention, group):
+    q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
+    alone = causal_schedule(None, TOTAL, q.device)
+    with pytest.raises(ValueError, match=r"needs the traffic of the batch, .*; got a Schedule without traffic"):
+        ContextAttention(attention, group)(q, k, v, alone)
 
 
 def test_a_softcap_that_is_too_large_is_refused(group):
