@@ -32,7 +32,7 @@ def require_form(arguments: Sequence[str]) -> None:
             _require_override(argument, following, "".join(arguments[i + 2 : i + 3]))
         if overrides and overrides[-1] != i - 1:
             options = " ".join(arguments[overrides[-1] + 1 : i])
-            raise ValueError(f"overrides must stand together, before or after all options; got {options} between them")
+            raise ValueError(f"overrides must stand together, without options among them; got {options} between them")
         overrides.append(i)
         i += 1
     if overrides and any(argument.startswith("--hyd") for argument in arguments):

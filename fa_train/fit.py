@@ -27,9 +27,9 @@ def fit(
     A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
     DivergedError.
     Raises: KeyboardInterrupt if Ctrl-C comes before training starts. ValueError if Lightning refuses a setting, for
-    example a callback that needs a logger. The ValueError of `removal_explained`. OutOfMemoryError if this rank ran out
-    of memory in a run of several ranks. OutOfMemoryError ends the other ranks, which would otherwise wait for this
-    rank.
+    example a callback that needs a logger. ValueError if the run's folder was removed during the run. OutOfMemoryError
+    if this rank ran out of memory in a run of several ranks. OutOfMemoryError ends the other ranks, which would
+    otherwise wait for this rank.
     """
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         empty_before_teardown(trainer, lit_gpt)

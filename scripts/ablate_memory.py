@@ -153,7 +153,10 @@ def main() -> None:
 
 
 def require_same_gpu(gpu: str, results: Path) -> None:
-    """Raises: ValueError if the finished cases in `results` are from another GPU, which gpu.txt in the folder names."""
+    """Writes the GPU's name to gpu.txt in the folder of `results`.
+
+    Raises: ValueError if `results` exists and gpu.txt already has another name.
+    """
     file = results.with_name("gpu.txt")
     if results.exists() and file.exists() and (found := file.read_text(encoding="utf-8").strip()) != gpu:
         raise ValueError(f"--out must have results of {gpu}; got {results.parent}, whose results are of {found}")

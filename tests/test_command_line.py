@@ -1,4 +1,4 @@
-"""Arguments of train.py that are neither an option nor an override are answered with what to write."""
+"""For an argument of train.py that is neither an option nor an override, the error says what to write instead."""
 
 import pytest
 from hydra._internal.utils import get_args_parser

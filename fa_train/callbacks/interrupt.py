@@ -43,8 +43,8 @@ class GracefulInterrupt(Callback):
         # Lightning ends the run when received_sigterm is set.
         self._connector = private("lightning", trainer, "_signal_connector")
         replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
-        # without this line, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
         loop = trainer.fit_loop.epoch_loop
+        # without this line, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
         replace_private("lightning", loop, "_broadcast_sigterm_tensor", lambda: None)
         if self._agreement:
             # Lightning calls both methods after the hooks of all callbacks, and then reads should_stop.
@@ -91,10 +91,11 @@ class GracefulInterrupt(Callback):
         type(loop)._save_loggers_on_train_batch_end(loop)
 
     def _agree(self) -> None:
-        """Sends whether this rank must stop. Makes all ranks stop together if any rank sent so in an earlier call."""
-        if self._agreement and not (trainer := self._trainer).received_sigterm:
-            found = self._agreement.largest(self._asked_for or SHOULD_STOP * bool(trainer.should_stop))
-            trainer.should_stop = found == SHOULD_STOP  # after a signal, it would start a validation
+        """Tells the other ranks whether this rank must stop. Stops the run if a rank said so in an earlier call."""
+        if self._agreement and not self._trainer.received_sigterm:
+            found = self._agreement.largest(self._asked_for or SHOULD_STOP * bool(self._trainer.should_stop))
+            # False after a signal, because Lightning would validate if should_stop were True
+            self._trainer.should_stop = found == SHOULD_STOP
             if found > SHOULD_STOP:
                 self._stop(found)
 

@@ -177,7 +177,7 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds to the report: the packing of held-out documents, the skipped rows and files, and a warning."""
+        """Returns the report with the packing of held-out documents, the numbers of rows and files, and a warning."""
         source = self.sources[name]
         layout = self._layout(source, held_out=True)
         files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
@@ -263,7 +263,8 @@ class PackedDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
-        The entry `tokenizer` has hashes of the tokenizer. A resumed run and an export compare them with their own.
+        The entry `tokenizer` has hashes of the tokenizer. A resumed run compares them with those of its tokenizer, and
+        an export with those of the tokenizer that it writes.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
         rows in percent. For a single source, the entry `sources` is empty.
         """

@@ -199,11 +199,11 @@ class Sample:
 
 
 def sampled_chat(path: str, encoder: ChatEncoder) -> Chat | None:
-    """Returns a chat without the first answer that the model is trained on, and without all later messages.
+    """Returns a chat that is cut before the first answer that the model is trained on.
 
-    The chat is the first held-out chat, or the last chat if no chat is held out. Chats without a prompt are skipped.
-    Returns None if all chats are skipped. Chats that the template rejects are skipped too, unless the template rejects
-    all chats.
+    The chat is the first held-out chat, or the last chat if no chat is held out. Chats without a prompt and chats that
+    the template rejects are skipped. If the template rejects all chats, the function returns the first chat that has a
+    prompt. Returns None if no chat has a prompt.
     """
     last = None
     for key, chat in ChatCorpus(path, skip_invalid=True, say=lambda line: None).documents():

@@ -112,7 +112,7 @@ def trained_weights(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 def require_same_names(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None) -> None:
     """Checks that a run trains the weights that its checkpoint's run trained, in the same order.
 
-    A file numbers the states of weights in this order.
+    A checkpoint file stores the optimizer's states by their position in this order, without names.
     own, saved: the results of trained_weights in the two runs. `saved` is None or empty if the checkpoint has no names.
     Raises: ValueError if the names or their order differ.
     """
@@ -122,21 +122,21 @@ def require_same_names(own: Sequence[Sequence[str]], saved: Sequence[Sequence[st
     more, fewer = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
     if more or fewer:
         raise ValueError(
-            "ckpt_path must be a checkpoint of a run that trained the same weights: only this run trains "
-            f"{_first_of(more)}; only the checkpoint's run trained {_first_of(fewer)}. Freeze the same weights as that "
-            "run"
+            "ckpt_path must be a checkpoint of a run that trained the same weights. Trained only by this run: "
+            f"{_first_of(more)}; trained only by the checkpoint's run: {_first_of(fewer)}. Freeze the same weights in "
+            "both runs"
         )
     counts = [len(names) for names in own], [len(names) for names in saved]
     ours_first, theirs_first = next((x for x in zip(ours, theirs, strict=False) if x[0] != x[1]), counts)
     raise ValueError(
-        "ckpt_path must be a checkpoint of the same optimizer, which has the weights in the same order: "
+        "ckpt_path must be a checkpoint whose optimizers have the same weights in the same order: "
         f"{ours_first}; got {theirs_first}"
     )
 
 
 def _first_of(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) or "no other weights") + more
+    return (", ".join(names[:3]) or "none") + more
 
 
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ class Agreement:
     forever.
     A call of `largest` starts an all-reduce of the answers in a separate gloo group, which does not wait for the GPU.
     The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result of the all-reduce.
-    A second call without a micro-batch in between waits for the answers of all ranks.
+    After a second call without a micro-batch in between, each rank knows the answers of all ranks to the first call.
     A flag in torch's TCPStore would not be enough, because some ranks could read it several steps later than others.
     """
 

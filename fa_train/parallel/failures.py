@@ -90,7 +90,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     elif SHOW_TRACEBACK or kind == "error":
         traceback.print_exception(error)
     elif not is_started_by_train_py() and (not os.environ.get(ERROR_FILE) or os.environ.get("RANK") == "0"):
-        # in all other cases, the launcher prints the error
+        # otherwise, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

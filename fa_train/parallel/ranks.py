@@ -54,7 +54,7 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
 
     trainer: the node `trainer` of a config.
     Raises: ValueError if the run has several nodes, on which torchrun or srun must start the ranks. ValueError if this
-    process must be one of several tasks of a SLURM job, but srun has not started it.
+    process counts as one of several tasks of a SLURM job, but was not started by srun.
     """
     if is_launched():
         _require_srun()

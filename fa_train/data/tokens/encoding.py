@@ -35,7 +35,7 @@ class Encoder(Protocol[Document]):
         """A hash or a name of the encoder. Two encoders that produce different tokens have different identities."""
 
     def encode_batch(self, documents: Sequence[Document]) -> Sequence[Encoded | Rejection]:
-        """Encodes each document. An encoder that skips documents returns a Rejection, which is not raised.
+        """Returns the tokens of each document, or a Rejection in place of each document that the encoder skips.
 
         Raises: ValueError if a document cannot be encoded. The error message names the document.
         """

@@ -31,7 +31,7 @@ from fa_train.data.tokens.encoding import Encoded, Encoder, Rejection, outside_v
 FORMAT = "4"  # part of the cache key: the version of the file format and of tokenisation
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
-REJECTED = ".rejected.json"  # such a file holds the number of rejected documents of a shard, and the first error
+REJECTED = ".rejected.json"  # the suffix of a file with the number of a shard's rejected documents and the first error
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
 BATCH = 256  # the maximum number of documents per call of the tokenizer

@@ -59,10 +59,10 @@ def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
 class ChatEncoder:
     """Encodes chats with the template in the file `chat_template`, or by default with the tokenizer's template.
 
-    skip_rejected: whether `encode_batch` returns the error of a chat that the template rejects, instead of raising it.
+    skip_rejected: whether `encode_batch` returns a Rejection in place of a chat that the template rejects.
     Raises: ValueError if there is no chat template, or the tokenizer does not return offsets. `encode_batch` raises
-    ValueError if the template rejects a chat, omits a part of the chat, or renders a message differently if more
-    messages follow.
+    ValueError if the template omits a part of a chat, or renders a message differently if more messages follow. Without
+    `skip_rejected`, `encode_batch` also raises ValueError if the template rejects a chat.
     """
 
     masked = True
@@ -235,9 +235,11 @@ class ChatEncoder:
                 )
 
     def _require_reasoning(self, template: str, chat: Chat, trained_on: list[int]) -> None:
-        """Raises: ValueError if the template omits the reasoning of a trained answer even if the chat ends with it.
+        """Cuts the chat after its last trained answer with reasoning, and checks that the template renders it.
 
-        `_require_texts` checks this for the last message. Here, the last trained answer with reasoning is checked.
+        `_require_texts` has already checked the whole chat. There, a template may render only the reasoning of the last
+        message.
+        Raises: ValueError if the template omits the reasoning although the answer is the last message.
         """
         reasoned = [i for i in trained_on if _reasoning(chat.messages[i])]
         if not reasoned or reasoned[-1] == len(chat.messages) - 1:

@@ -106,7 +106,7 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
                         continue
                     raise ValueError(f"{path}: tensor {name} is not part of the model that config.json describes")
                 if place_name in places and place_name not in missing:
-                    raise ValueError(f"{path}: tensor {name} must be the only {place_name}; got two of this name")
+                    raise ValueError(f"{path}: tensor {name} must be the only {place_name}; got two tensors for it")
                 place = known[place_name]
                 shape = model.get_parameter(place.parameter).shape
                 dtype = _require_fit(file.get_slice(name), place, shape, f"{path}: tensor {name}")

@@ -173,7 +173,7 @@ def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, 
     assert [[given["mode"], given["entity"], given["project"]] for given in started] == expected
 
 
-def test_each_case_is_a_wandb_run_of_its_own_although_wandb_run_id_is_set(tmp_path, monkeypatch):
+def test_each_case_is_a_separate_wandb_run_even_if_wandb_run_id_is_set(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     started = []
     monkeypatch.setattr("wandb.init", lambda **given: started.append(given["id"]) or MagicMock())

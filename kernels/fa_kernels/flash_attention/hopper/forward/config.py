@@ -30,6 +30,7 @@ class ForwardConfig(NamedTuple):
     o_in_q: the output o is copied to global memory through the buffer of Q, because at head_dim 256, shared memory has
         no room for a buffer of o.
     consumer_registers, producer_registers: registers per thread of a consumer and of the producer, after `setmaxnreg`.
+        The defaults are for two consumers. Three consumers need 160 and 32.
     """
 
     block_n: int

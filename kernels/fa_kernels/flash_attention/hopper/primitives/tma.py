@@ -1,6 +1,6 @@
-"""The TMA copies of Gluon, under their names in Triton 3.6 and 3.7. Triton 3.8 added new names, and 3.9 has only those.
+"""Gluon's functions for TMA copies, under their names in Triton 3.6 and 3.7.
 
-The functions themselves did not change.
+Triton 3.8 renamed two of the functions. In Triton 3.9, functions with the old names exist, but raise an error.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import tma
