@@ -25,7 +25,7 @@ from fa_train.errors import errors_in_one_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a .ckpt of a run, still in the run's folder")
-    parser.add_argument("folder", type=Path, help="output folder, new or without a model")
+    parser.add_argument("folder", type=_folder, help="output folder, new or without a model")
     parser.add_argument(
         "--dtype", choices=get_args(Dtype), help="dtype of the weights; default: the base model's, or that of training"
     )
@@ -39,6 +39,13 @@ def main() -> None:
     with errors_in_one_line((ValueError, HydraException, OmegaConfBaseException)):
         export(**arguments)
     print(f"exported to {arguments['folder']}")
+
+
+def _folder(name: str) -> Path:
+    """Raises: ArgumentTypeError if the name is empty, for example an unset shell variable. Path("") is this folder."""
+    if not name:
+        raise argparse.ArgumentTypeError("must be the name of a folder; got an empty text")
+    return Path(name)
 
 
 if __name__ == "__main__":

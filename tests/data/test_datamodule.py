@@ -412,7 +412,9 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
         assert "\n  skipped 5 rows that are not valid chats\n" in report.text()
         assert report.metrics()["packing/rows_skipped"] == 5 and report.documents == 5
     train.write_text(rejected)  # without skip_invalid, the message names the row
-    message += ". data.skip_invalid=true skips chats that the template rejects"
+    message += (
+        ". data.skip_invalid=true skips chats that the template rejects; with data=mix, write data.sources.<name>"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         sft_data(*given[:4], packing="best_fit", **OPTIONS).prepare_data()
 

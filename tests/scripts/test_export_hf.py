@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer
 from fa_train.models.hf.export import byte_tokenizer, export_run, model_card
 from fa_train.models.hf.import_ import load_pretrained
 from fa_train.models.lora import LoRA, save_adapter
-from scripts import trained_model
+from scripts import export_hf, trained_model
 from tests.support import processes
 from tests.support.pickles import Evil
 from tests.support.training import column, command_line, quiet_environment, tiny
@@ -246,6 +247,13 @@ def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):
     trained_model.export(scratch, tmp_path / "whole", [], None)
     ours, whole = (tmp_path / name / "model.safetensors" for name in ("sharded", "whole"))
     assert ours.read_bytes() == whole.read_bytes()
+
+
+def test_an_empty_name_is_not_the_current_folder(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["export_hf", "step_0000300.ckpt", ""])
+    with pytest.raises(SystemExit):
+        export_hf.main()
+    assert "argument folder: must be the name of a folder; got an empty text" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(scratch, tmp_path):

@@ -64,7 +64,8 @@ def test_the_command_prepares_data_or_prints_its_help(tmp_path):
     done = run("workers=1")
     assert done.returncode == 1
     expected = f"error: messages must be a list; {path}, line 1 has a int. data.skip_invalid=true skips rows that are"
-    assert done.stderr.strip().splitlines()[-1] == f"{expected} not valid chats"
+    expected += " not valid chats; with data=mix, write data.sources.<name>.skip_invalid=true"
+    assert done.stderr.strip().splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize("workers", ["0", "two", "-1"])

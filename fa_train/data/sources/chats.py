@@ -33,6 +33,7 @@ FORMS: tuple[tuple[str, ...], ...] = (
     ("question", "answer"), ("query", "response"), ("prompt", "response"), ("question", "response"),
 )  # fmt: skip
 INPUTS = ("context", "input")  # optional columns whose texts are added to an instruction, a question or a query
+IN_A_MIXTURE = "; with data=mix, write data.sources.<name>.skip_invalid=true"  # ends the advice in error messages
 SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt; the first that is not empty is used
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
@@ -104,7 +105,8 @@ class ChatCorpus:
                 chat = parse_chat(row.value, row.where)
             except ValueError as error:
                 if not self.skip_invalid:
-                    raise ValueError(f"{error}. data.skip_invalid=true skips rows that are not valid chats") from error
+                    advice = f"data.skip_invalid=true skips rows that are not valid chats{IN_A_MIXTURE}"
+                    raise ValueError(f"{error}. {advice}") from error
                 n_skipped, reason = n_skipped + 1, reason or str(error)
             else:
                 yield key, chat

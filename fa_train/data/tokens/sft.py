@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_train.data.sources.chats import Chat, Message
+from fa_train.data.sources.chats import IN_A_MIXTURE, Chat, Message
 from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded, Encoder, Rejection
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
@@ -150,7 +150,7 @@ class ChatEncoder:
             if self.skip_rejected:
                 return rejection
             raise ValueError(
-                f"{rejection}. data.skip_invalid=true skips chats that the template rejects"
+                f"{rejection}. data.skip_invalid=true skips chats that the template rejects{IN_A_MIXTURE}"
             ) from rejection
 
     def _encode(self, chats: list[Rendered]) -> list[Encoded]:
