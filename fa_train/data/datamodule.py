@@ -29,7 +29,7 @@ from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.encoding import Encoder, TextEncoder
-from fa_train.data.tokens.sft import ChatEncoder, end_warning, tokenizer_hashes
+from fa_train.data.tokens.sft import ChatEncoder, tokenizer_hashes
 from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from fa_train.early_checks import micro_batches
@@ -181,6 +181,7 @@ class PackedDataModule(L.LightningDataModule):
         source = self.sources[name]
         layout = self._layout(source, held_out=True)
         files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
+        encoder = source.encoder if isinstance(source, TokenizedCorpus) else None
         documents = layout.documents
         return dataclasses.replace(
             report,
@@ -188,7 +189,7 @@ class PackedDataModule(L.LightningDataModule):
             held_out_tail=isinstance(documents, Documents) and documents.is_tail,
             rows_skipped=documents.rows_skipped if isinstance(documents, Documents) else None,
             files=None if files is None else files.text(),
-            warning=end_warning(source.encoder) if isinstance(source, TokenizedCorpus) else None,
+            warning=encoder.end_warning if isinstance(encoder, ChatEncoder) else None,
         )
 
     def setup(self, stage: str) -> None:

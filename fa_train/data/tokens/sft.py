@@ -40,11 +40,6 @@ class Rendered(NamedTuple):
     spans: Spans
 
 
-def end_warning(encoder: Encoder[Any]) -> str | None:
-    """Returns the `end_warning` of a ChatEncoder, or None for another encoder."""
-    return encoder.end_warning if isinstance(encoder, ChatEncoder) else None
-
-
 def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
     """Returns a hash of the encoder's vocabulary and, for a ChatEncoder, a hash of the chat template.
 

@@ -89,8 +89,10 @@ def test_an_empty_list_of_tool_calls_means_no_calls(tmp_path):
 
 def test_the_template_has_the_variables_of_the_row(tmp_path):
     """TRL reads the same column. SmolTalk 2 has it."""
-    chat_encoder = encoder(tmp_path, "{{ '/no_think' if enable_thinking is false }}{{ bos_token }}" + CHATML)
+    chat_encoder = encoder(tmp_path, "{{ '/no_think' if enable_thinking is false }}{{ eos_token }}" + CHATML)
     bare = chat_encoder.render(parse_chat(PAIR, "")).text
+    other_eos = chat_encoder.render(parse_chat(PAIR | {"chat_template_kwargs": {"eos_token": "<end>"}}, "")).text
+    assert other_eos == "<end>" + bare.removeprefix("<|im_end|>") != bare, "a row can replace special tokens"
     for value in (
         {"enable_thinking": False, "tools": [TOOL], "add_generation_prompt": True},
         '{"enable_thinking": false}',
