@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def _folder(name: str) -> Path:
-    """Raises: ArgumentTypeError if the name is empty, for example an unset shell variable. Path("") is this folder."""
+    """Returns the folder of this name. Path("") would be the current folder.
+
+    Raises: ArgumentTypeError if the name is empty, for example because a shell variable is not set.
+    """
     if not name:
         raise argparse.ArgumentTypeError("must be the name of a folder; got an empty text")
     return Path(name)

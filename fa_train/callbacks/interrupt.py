@@ -32,7 +32,8 @@ class GracefulInterrupt(Callback):
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
-    _agreement: Agreement | None = None  # None before fit, for example in trainer.validate, and in a run of one process
+    # None in a run of one process, and without fit, for example if only trainer.validate is called
+    _agreement: Agreement | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()

@@ -112,7 +112,7 @@ def trained_weights(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 def require_same_names(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None) -> None:
     """Checks that a run trains the weights that its checkpoint's run trained, in the same order.
 
-    A checkpoint file stores the optimizer's states by their position in this order, without names.
+    The optimizer's states in a checkpoint file have no names, only positions in this order.
     own, saved: the results of trained_weights in the two runs. `saved` is None or empty if the checkpoint has no names.
     Raises: ValueError if the names or their order differ.
     """

@@ -269,7 +269,7 @@ def _from_pairs(pairs: list[tuple[Any, Any]], where: str) -> list[Message]:
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:
-    """Converts a list of ShareGPT's messages to messages with role and content. Other lists stay as they are."""
+    """Converts ShareGPT's messages to messages with role and content. A list that already has roles stays as it is."""
     messages = []
     entries = _list(value, "conversations", where)
     first = entries[0]
