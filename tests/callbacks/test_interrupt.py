@@ -1,6 +1,9 @@
 """Tests the handler of Ctrl-C and SIGTERM by calling it directly, and the end of all ranks after should_stop."""
 
+import ctypes
+import os
 import signal
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -142,6 +145,31 @@ def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, mo
     with pytest.raises(SIGTERMException):
         trainer.fit(BoringModel())
     assert trainer.global_step == 3 and counts.n_validations == 0
+
+
+@pytest.mark.parametrize("of_user", [False, True], ids=["ours", "of-a-callback"])
+def test_sigusr1_ends_the_run_although_a_compiler_replaced_the_handler(of_user, tmp_path):
+    """LLVM replaces it in C, so that Python does not know. The test lets C ignore the signal instead."""
+    handled = []
+
+    class Sends(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            if batch_idx == 0:
+                if of_user:
+                    signal.signal(signal.SIGUSR1, lambda signum, frame: handled.append(signum))
+                else:
+                    ctypes.CDLL(None).signal(int(signal.SIGUSR1), ctypes.c_void_p(int(signal.SIG_IGN)))
+            if batch_idx == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    trainer = quiet_trainer(tmp_path, max_steps=5, callbacks=[GracefulInterrupt(), Sends()], limit_val_batches=0)
+    try:
+        with suppress(SIGTERMException):
+            trainer.fit(BoringModel())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (trainer.global_step, handled) == ((5, [signal.SIGUSR1]) if of_user else (3, []))
 
 
 def test_validation_without_training(tmp_path):
