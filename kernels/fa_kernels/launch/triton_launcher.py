@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # tested versions; launchers of other versions may differ
+KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1", "3.8.0")  # tested versions; launchers of other versions may differ
 
 
 def is_known() -> bool:
@@ -38,7 +38,9 @@ def current_stream(device: int) -> int:
 
 
 def has_launch_hooks() -> bool:
-    """Returns whether a tool has installed hooks for launches or compilation, or whether Triton's debug mode is on."""
+    """Returns whether Triton's debug mode or instrumentation is on, or a tool has installed hooks for launches or
+    compilation.
+    """
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
@@ -46,6 +48,7 @@ def has_launch_hooks() -> bool:
         or (leave is not None and getattr(leave, "calls", True))
         or runtime.add_stages_inspection_hook is not None
         or runtime.debug
+        or triton.knobs.compilation.instrumentation_mode
     )
 
 

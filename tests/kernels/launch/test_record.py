@@ -139,14 +139,29 @@ def asks_again():
 @pytest.mark.parametrize(
     ("version", "known"),
     [
-        *((version, True) for version in ("3.6.0", "3.7.0", "3.7.1")),
-        *((version, False) for version in ("3.6.1", "3.7.2", "3.7.0+git1a2b3c4", "3.7.1.dev0", "3.8.0", "3.5.1")),
+        *((version, True) for version in ("3.6.0", "3.7.0", "3.7.1", "3.8.0")),
+        *((version, False) for version in ("3.6.1", "3.7.2", "3.7.0+git1a2b3c4", "3.7.1.dev0", "3.8.1", "3.5.1")),
     ],
 )
 def test_only_tested_versions_of_triton_are_recorded(version, known, asks_again, monkeypatch):
     monkeypatch.delenv(record.VARIABLE, raising=False)
     monkeypatch.setattr(triton_launcher.triton, "__version__", version)
     assert record._may_record() == known
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name", "value"),
+    [
+        ("runtime", "debug", True),
+        ("runtime", "launch_enter_hook", print),
+        ("runtime", "add_stages_inspection_hook", print),
+        ("compilation", "instrumentation_mode", "consan"),
+    ],
+)
+def test_a_tool_that_watches_launches_is_noticed(knobs, name, value, monkeypatch):
+    assert not triton_launcher.has_launch_hooks()
+    monkeypatch.setattr(getattr(triton_launcher.triton.knobs, knobs), name, value)
+    assert triton_launcher.has_launch_hooks()
 
 
 @pytest.mark.parametrize(
