@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 # Files and folders of tests that train with several ranks
 SEVERAL_RANKS = (
@@ -85,6 +86,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def device() -> torch.device:
     """Returns the GPU if kernels are compiled, or the CPU if they are interpreted."""
     return torch.device("cuda" if kernels_are_compiled() else "cpu")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Initialises torch.distributed in this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

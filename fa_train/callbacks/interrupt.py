@@ -58,7 +58,9 @@ class GracefulInterrupt(Callback):
             if signum != signal.SIGTERM:  # Lightning's handler of SIGTERM calls _on_signal
                 signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier signal handlers
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         # When Triton compiles its first kernel, LLVM replaces signal handlers without Python's knowledge. LLVM's
         # handler of SIGUSR1 does nothing, and its other handlers call Python's.
         if signal.getsignal(signal.SIGUSR1) == self._on_signal:  # a callback of the user may have replaced it

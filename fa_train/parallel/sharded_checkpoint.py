@@ -9,7 +9,7 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +38,7 @@ from fa_train.checkpoints.files import (
     require_intact_slice,
     write_file,
 )
-from fa_train.parallel.background_save import BackgroundSave
+from fa_train.parallel.background_save import PATIENCE, BackgroundSave
 
 METADATA_CRC32 = "metadata_crc32"  # the file `META` stores the CRC32 of `.metadata` under this key
 COPY_AHEAD = 10_000_000  # bytes, torch's default
@@ -97,6 +97,16 @@ class FolderWriter(dcp.FileSystemWriter):
         write_file(self._meta | {METADATA_CRC32: _crc32(folder / ".metadata")}, folder / META)
 
 
+@contextmanager
+def _host_group() -> Iterator[dist.ProcessGroup]:
+    """Makes a process group in which the ranks plan a checkpoint. NCCL would need GPU memory, which can be full."""
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
 def write_folder(
     state: dict[str, Any], meta: dict[str, Any], folder: Path, background: BackgroundSave | None = None
 ) -> None:
@@ -107,7 +117,8 @@ def write_folder(
     """
     try:
         writer = FolderWriter(folder, meta, on_host=background is not None)
-        dcp.save(state, storage_writer=writer, process_group=background and background.writers)
+        with nullcontext(background.writers) if background else _host_group() as group:
+            dcp.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # torch raises this error on all ranks
         if dist.get_rank() == 0:
             with suppress(OSError):  # for example, if the file system has become read-only
@@ -204,7 +215,8 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
     try:
         with warnings.catch_warnings():  # if `alone` is true, torch warns that only one process loads
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
+            with nullcontext() if alone else _host_group() as group:
+                dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone, process_group=group)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise first if isinstance(first, CheckpointError) else damaged(folder, first) from error

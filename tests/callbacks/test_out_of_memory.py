@@ -30,3 +30,20 @@ def test_blocks_that_stayed_gathered_are_named(strategy, advises, monkeypatch):
     advice = out_of_memory_advice(trainer)
     assert advice.startswith("out of memory: seq_len=64 ") and "data.micro_batch_size=1, or a smaller" in advice
     assert ("strategy.reshard_after_forward=true" in advice) == advises
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (0, "than the device has (peak 7.5 GiB). Try"),
+        (2**37, "than is free (peak 7.5 GiB; other processes use 128.0 GiB of the device). Try"),
+    ],
+)
+def test_other_processes_that_use_the_memory_are_named(others, reason, monkeypatch, capsys):
+    monkeypatch.setattr(out_of_memory, "monitor_of", lambda trainer: SimpleNamespace(latest={}))
+    monkeypatch.setattr(out_of_memory, "memory", lambda device: {"perf/peak_gib": 7.5})
+    monkeypatch.setattr(out_of_memory, "bytes_of_others", lambda device: others)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), loggers=[], world_size=1, global_step=3)
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    OutOfMemory(64, 2, "flash").on_exception(trainer, module, torch.OutOfMemoryError())
+    assert reason in capsys.readouterr().err

@@ -33,6 +33,7 @@ from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, requir
 from scripts import trained_model
 from tests.support.peak_memory import peak_growth
 from tests.support.pickles import Evil
+from tests.support.ranks import needs_ports
 
 
 def content() -> dict:
@@ -104,6 +105,8 @@ def test_a_damaged_folder_is_one_line(name, damage, folder):
     assert "\n" not in str(caught.value)
 
 
+@needs_ports
+@pytest.mark.usefixtures("one_rank")
 def test_each_changed_byte_of_the_metadata_is_found(tmp_path):
     folder = tmp_path / "folder.ckpt"
     write_folder({"state_dict": content()["state_dict"]}, {"global_step": 3}, folder)
@@ -290,13 +293,14 @@ def test_an_unfinished_checkpoint_that_cannot_be_removed_is_kept(file, monkeypat
     assert partial.exists()
 
 
+@needs_ports
+@pytest.mark.usefixtures("one_rank")
 def test_a_failed_removal_does_not_hide_why_a_folder_was_not_written(tmp_path, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail)
     monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     with pytest.raises(CheckpointError, match=r"x.ckpt could not be written: Read-only file system$"):
         write_folder(content(), {"global_step": 3}, tmp_path / "x.ckpt.partial")
 

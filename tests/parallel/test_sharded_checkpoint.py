@@ -6,18 +6,12 @@ from pathlib import PosixPath
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fa_train.checkpoints.files import CheckpointError
-from fa_train.parallel.sharded_checkpoint import FolderReader, write_folder
+from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, write_folder
 from tests.support.ranks import needs_ports
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @needs_ports
@@ -32,6 +26,27 @@ def test_a_full_disk_is_one_line_wherever_the_write_stops(limit, one_rank, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert not list(tmp_path.iterdir())
+
+
+@needs_ports
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_plan_a_checkpoint_without_gpu_memory(tmp_path, monkeypatch):
+    """NCCL's first gather allocates GPU memory, but at the end of a run all of it can be in use."""
+    groups = []
+    for name in ("save", "load"):
+        original = getattr(dcp, name)
+
+        def noted(*values, original=original, process_group, **options):
+            groups.append((dist.get_backend(process_group), process_group is dist.group.WORLD))
+            return original(*values, process_group=process_group, **options)
+
+        monkeypatch.setattr(dcp, name, noted)
+    values = {"state_dict": {"weight": torch.arange(4.0)}}
+    write_folder(values, {"global_step": 1}, tmp_path / "x.ckpt")
+    read = {"state_dict": {"weight": torch.zeros(4)}}
+    load_into(read, tmp_path / "x.ckpt", alone=False)
+    assert read["state_dict"]["weight"].tolist() == [0, 1, 2, 3] and groups == [("gloo", False)] * 2
+    assert dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD}, "the groups are destroyed"
 
 
 @pytest.mark.parametrize(("kind", "name"), [(PosixPath, "parent"), (Metadata, "__init__")], ids=["adds", "replaces"])

@@ -282,6 +282,13 @@ def test_help_is_what_the_script_says_of_itself(tmp_path):
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "device_bytes", lambda device: int(139.8 * GIB))
     monkeypatch.setattr(planner, "available_host_bytes", lambda: HOST)
+    of_gpu(monkeypatch, free=138 * GIB)
+
+
+def of_gpu(monkeypatch: pytest.MonkeyPatch, *, free: int, reserved: int = 0) -> None:
+    """Makes an H200 tell how much of its memory is free, and torch how much of it this process has reserved."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -334,6 +341,23 @@ def test_auto_chooses_or_says_why_not():
         ValueError, match=r"memory=auto found no memory settings .* 139.8 GiB of cuda .* Try seq_len=\d+ "
     ):
         planner.fastest_levers(changed(LLAMA_1B, seq_len=2**23), CUDA, 1)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_memory_that_other_processes_use_is_not_planned(monkeypatch):
+    plan = changed(LLAMA_1B, seq_len=2**16)
+    alone = planner.fastest_levers(plan, CUDA, 1)
+    assert not alone.offload and "other processes" not in planner.summary(predict(plan), CUDA, 1, "flash")
+    of_gpu(monkeypatch, free=38 * GIB, reserved=100 * GIB)
+    assert planner.bytes_of_others(CUDA) == 0 and planner.fastest_levers(plan, CUDA, 1) == alone
+    of_gpu(monkeypatch, free=30 * GIB, reserved=10 * GIB)
+    assert planner.fastest_levers(plan, CUDA, 1) == Levers("selective", False, None) != alone
+    planned, *_, longest, others = planner.summary(predict(plan), CUDA, 1, "flash").splitlines()
+    assert "of 39.8 GiB" in planned and others == "  other processes use 100.0 of the 139.8 GiB of cuda"
+    assert "this run may not fit" in longest
+    planner.require_memory(plan, CUDA, 1)  # not refused, because the other processes may end
+    with pytest.raises(ValueError, match=r"fits in 39.8 GiB of cuda \(other processes use 100.0 GiB\) and"):
+        planner.fastest_levers(changed(plan, seq_len=2**22), CUDA, 1)
 
 
 def test_blocks_stay_gathered_if_memory_allows():

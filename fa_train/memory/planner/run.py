@@ -24,6 +24,7 @@ from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.settings import shown
 
 CERTAIN = 1.1  # a run is refused if it needs more than this multiple of the device's memory
+OUTSIDE_TORCH = 3 * GIB  # the most memory that a process uses outside torch's allocator, for CUDA's context and NCCL
 WITHOUT_FLOAT8 = "the plan assumes bf16 matmuls; lit_gpt.float8 keeps other copies of weights and activations"
 
 
@@ -66,7 +67,7 @@ def plan_memory(
     if auto_reshard and device.type == "cuda":
         resharded = decided_by_rank_zero(
             "reshard_after_forward",
-            lambda: with_blocks_gathered(searched, device_bytes(device)).run.reshard_after_forward,
+            lambda: with_blocks_gathered(searched, usable_bytes(device)).run.reshard_after_forward,
         )
         plan = resized(plan, reshard_after_forward=resharded)
         say(f"strategy.reshard_after_forward=auto: {shown(resharded)}")
@@ -88,6 +89,23 @@ def device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def bytes_of_others(device: torch.device) -> int:
+    """Returns how many bytes of a GPU's memory other processes use, or 0 if they use little or nothing.
+
+    CUDA does not tell which process uses how much. Less than `OUTSIDE_TORCH` can belong to this process.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free - torch.cuda.memory_reserved(device)
+    return used if used > OUTSIDE_TORCH else 0
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Returns the memory of a device in bytes, without the GPU memory that other processes use."""
+    return device_bytes(device) - bytes_of_others(device)
+
+
 def fastest_levers(plan: Plan, device: torch.device, processes: int, attention: str = "flash") -> Levers:
     """Returns the memory levers that memory=auto chooses on this device. On the CPU, all levers are off.
 
@@ -97,12 +115,13 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int, attention: 
     """
     if device.type != "cuda":
         return Levers("none", False, None)
-    gpu, host = device_bytes(device), available_host_bytes() // processes
+    gpu, host = usable_bytes(device), available_host_bytes() // processes
     levers = fastest_that_fits(plan, gpu, host)
     if levers is None:
+        shared = f" (other processes use {others / GIB:.1f} GiB)" if (others := bytes_of_others(device)) else ""
         raise ValueError(
-            f"memory=auto found no memory settings with which this run fits in {gpu / GIB:.1f} GiB of {device} and "
-            f"{host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host, attention)}"
+            f"memory=auto found no memory settings with which this run fits in {gpu / GIB:.1f} GiB of {device}{shared} "
+            f"and {host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host, attention)}"
         )
     return levers
 
@@ -157,15 +176,15 @@ def summary(
 ) -> str:
     """Returns the lines of text that a run on a GPU prints before it starts.
 
-    The text has three lines. For a run with float8, a fourth line says that the prediction assumes bf16 matmuls. The
-    prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
+    The text has three lines. Another line follows if other processes use the GPU's memory, and one for a run with
+    float8. The prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
     searched: the plan for which the function computes the longest seq_len and suggests a change of settings. If
     `searched` is None, prediction.plan is used.
     reach: as in plan_memory.
     """
     searched = searched or prediction.plan
-    gpu, host = device_bytes(device), available_host_bytes() // processes
+    gpu, total, host = usable_bytes(device), device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
     longest = longest_in_words((longest_of_all_levers if auto else longest_seq_len)(searched, gpu, host), reach)
@@ -179,8 +198,11 @@ def summary(
             f"attention={attention} can need more memory than planned; with attention=flash the longest seq_len is "
             f"{longest}"
         )
-    return (
-        f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, peak at {prediction.moment}\n"
-        f"  GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}\n"
-        f"  {length}" + (f"\n  {WITHOUT_FLOAT8}" if prediction.plan.run.float8 else "")
-    )
+    lines = [
+        f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, peak at {prediction.moment}",
+        f"GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}",
+        length,
+    ]
+    if total > gpu:
+        lines += [f"other processes use {(total - gpu) / GIB:.1f} of the {total / GIB:.1f} GiB of {device}"]
+    return "\n  ".join(lines + ([WITHOUT_FLOAT8] if prediction.plan.run.float8 else []))
