@@ -25,7 +25,7 @@ from fa_train.memory.planner.plan import require_precision
 from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapter_values
-from fa_train.models.shards import local, whole
+from fa_train.models.shards import local, norm_of
 from fa_train.optim.resume import (
     TRAINED_WEIGHTS,
     keep_own_settings,
@@ -212,9 +212,7 @@ class LitGPT(L.LightningModule):
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Returns the norm of the gradients of the whole model, () fp32, equal on all ranks."""
-        # torch's get_total_norm is not used, because it would round the norm of bf16 gradients to bf16
-        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-        norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
+        norm = norm_of(gradients)
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
             # Replicas may add the terms of the norm in different orders, so their norms may differ slightly. The

@@ -1,7 +1,10 @@
 """The part of a sharded tensor that this rank holds."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def local(x: Tensor) -> Tensor:
@@ -12,6 +15,22 @@ def local(x: Tensor) -> Tensor:
 def whole(x: Tensor) -> Tensor:
     """Gathers x from all ranks. Returns x unchanged if it is not sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of the concatenation of the tensors, () fp32. Either all tensors are sharded, or none.
+
+    Sharded tensors must share one mesh and have their shards in the same dimensions of the mesh.
+    """
+    first = tensors[0]
+    parts = [local(x) for x in tensors]
+    # torch's get_total_norm is not used, because it would round the norm of bf16 gradients to bf16. Since version 2.14,
+    # torch refuses `dtype` for sharded tensors, so this rank's parts are passed.
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float32)))
+    if not isinstance(first, DTensor):
+        return norm
+    summed = [Partial() if placement.is_shard() else Replicate() for placement in first.placements]
+    return DTensor.from_local(norm.square(), first.device_mesh, summed, run_check=False).full_tensor().sqrt()
 
 
 def own_rows(parameter: Tensor) -> tuple[Tensor, slice]:

@@ -23,7 +23,7 @@ from fa_train.errors import DivergedError
 from fa_train.evaluation.generation import generate
 from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT
-from fa_train.models.shards import local, whole
+from fa_train.models.shards import local, norm_of, whole
 from fa_train.parallel.fsdp import FullyShardedStrategy, shard
 from tests.memory.support.small import VOCAB, compile_blocks, levers, small_gpt
 from tests.support.trainers import lit_gpt
@@ -209,7 +209,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     if copies.strategy == "hsdp":
         # This patch makes the gradient norms of the two replicas differ. In a real run, the gradient norms can differ
         # because the replicas add in different orders.
-        with patch("fa_train.lit_gpt.whole", lambda norm: whole(norm) * (1.001 if rank < 2 else 1)):
+        with patch("fa_train.lit_gpt.norm_of", lambda gradients: norm_of(gradients) * (1.001 if rank < 2 else 1)):
             Path(folder, f"norms.{rank}.txt").write_text(difference(copies, rank))
     if len(environments) == 2:
         model = build(Case("fsdp", 1, tied=False))
