@@ -194,6 +194,8 @@ class Checkpoint(CheckpointCallback):
         if self.saved:
             newest = self.saved[-1]
             trainer.print(f"checkpoint: {newest}; {resume.override_for(newest, self.runs)} resumes from it")
+        elif stopped and trainer.global_step == self._saved_step:
+            trainer.print("no checkpoint was saved, because the run stopped in its first step")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Saves a checkpoint of the current step, unless it is already saved. The save may go on in the background.

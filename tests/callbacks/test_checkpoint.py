@@ -88,6 +88,27 @@ class StopAfterValidation(Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class StopInMicroBatch(Callback):
+    """Sends SIGTERM in micro-batch `number`, counted from 0."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == self.number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("number", "saved"), [(0, False), (1, True)], ids=["no-step", "one-step"])
+def test_a_run_that_is_stopped_in_its_first_step_says_that_it_saved_nothing(number, saved, tmp_path, capsys):
+    stop = (f"+callbacks.stop._target_={__name__}.StopInMicroBatch", f"+callbacks.stop.number={number}")
+    with pytest.raises(SystemExit):
+        run(tmp_path, *stop, "data.micro_batch_size=2", "batch_size=4")
+    printed = capsys.readouterr().out
+    assert ("no checkpoint was saved, because the run stopped in its first step" in printed) == (not saved)
+    assert ("resumes from it" in printed) == saved
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["extended", "stopped"])
 def test_callbacks_of_lightning_log_the_steps_of_a_run_never_stopped(stopped, tmp_path):
     rates = "+callbacks.rates._target_=lightning.pytorch.callbacks.LearningRateMonitor"
