@@ -176,6 +176,14 @@ def test_an_export_that_would_fail_is_refused_before_training(settings, exports,
             run(tmp_path, *settings)
 
 
+@pytest.mark.gpu
+def test_sigusr1_saves_on_a_gpu(tmp_path):
+    """LLVM replaces the handler of SIGUSR1 when Triton compiles the first kernel in the process of the run."""
+    settings = ("trainer.accelerator=gpu", "attention=flash", "data=synthetic", "max_steps=20000")
+    folder = start_and_stop(tmp_path, tiny(tmp_path, *settings), 3, signal.SIGUSR1)
+    assert len(list(folder.glob("checkpoints/*.ckpt"))) == 1
+
+
 @pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     _, folder = run(tmp_path)
