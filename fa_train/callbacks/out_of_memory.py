@@ -1,5 +1,6 @@
 """Records in the logs that memory ran out."""
 
+import re
 import sys
 
 import lightning as L
@@ -12,12 +13,20 @@ from fa_train.memory.planner.predict import GIB
 from fa_train.memory.planner.run import bytes_of_others
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)")  # in the message of torch.OutOfMemoryError
+
 
 class OutOfMemory(Callback):
-    """If memory runs out, logs oom=1 and prints one line that suggests other settings."""
+    """If memory runs out, logs oom=1 and prints one line that suggests other settings.
 
-    def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
-        self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
+    attention and memory: the names of the chosen options of conf/attention and conf/memory.
+    """
+
+    def __init__(
+        self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str, memory: str = "default"
+    ) -> None:
+        self.seq_len, self.micro_batch_size = seq_len, micro_batch_size
+        self.attention, self.memory = attention, memory
         self.advised = "out of memory"
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -26,30 +35,35 @@ class OutOfMemory(Callback):
         monitor_of(trainer).latest |= memory(pl_module.device) | {"oom": 1}
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
-        strategy = trainer.strategy
-        gathered = isinstance(strategy, FullyShardedStrategy) and strategy.reshard_after_forward is False
-        peak, others = memory(pl_module.device)["perf/peak_gib"], bytes_of_others(pl_module.device) / GIB
-        self.advised = f"out of memory: {self.advice(peak, gathered, others)}"
+        device = pl_module.device
+        use = f"peak {memory(device)['perf/peak_gib']:.1f} GiB"
+        if asked := ASKED.search(str(exception)):
+            use += f", then {asked[1]} more were asked for"
+        lack = f"the device has ({use})"
+        if others := bytes_of_others(device):
+            lack = f"is free ({use}; other processes use {others / GIB:.1f} GiB of the device)"
+        self.advised = (
+            f"out of memory: {self._settings} needs more memory than {lack}. Try {self._changes(trainer, device)}"
+        )
         if trainer.world_size == 1:  # with several ranks, the launcher prints the error
             print(f"error: {self.advised}", file=sys.stderr)
 
-    def advice(self, peak_gib: float, gathered: bool = False, others_gib: float = 0.0) -> str:
-        """Returns a message that names the settings that did not fit in memory, and suggests changes.
-
-        gathered: whether fsdp kept the gathered weights of all blocks between forward and backward.
-        others_gib: the GPU memory that other processes use.
-        """
-        changes = [] if self.attention == "flash" else ["attention=flash"]
-        changes += ["strategy.reshard_after_forward=true"] if gathered else []
-        changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
-        changes += ["or a smaller seq_len or model" if changes else "a smaller seq_len or model"]
-        lack = f"the device has (peak {peak_gib:.1f} GiB)"
-        if others_gib:
-            lack = f"is free (peak {peak_gib:.1f} GiB; other processes use {others_gib:.1f} GiB of the device)"
+    @property
+    def _settings(self) -> str:
         return (
             f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
-            f" needs more memory than {lack}. Try {', '.join(changes)}"
         )
+
+    def _changes(self, trainer: L.Trainer, device: torch.device) -> str:
+        """Returns the changes of settings that can make the run fit."""
+        strategy = trainer.strategy
+        changes = [] if self.attention == "flash" else ["attention=flash"]
+        if isinstance(strategy, FullyShardedStrategy) and strategy.reshard_after_forward is False:
+            changes += ["strategy.reshard_after_forward=true"]  # the gathered weights of all blocks were kept
+        if self.attention == "flash" and self.memory != "auto" and device.type == "cuda":
+            changes += ["memory=auto"]
+        changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
+        return ", ".join([*changes, "or a smaller seq_len or model" if changes else "a smaller seq_len or model"])
 
 
 def out_of_memory_advice(trainer: L.Trainer) -> str:

@@ -32,18 +32,35 @@ def test_blocks_that_stayed_gathered_are_named(strategy, advises, monkeypatch):
     assert ("strategy.reshard_after_forward=true" in advice) == advises
 
 
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+TORCH = "CUDA out of memory. Tried to allocate 512.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
+
+
 @pytest.mark.parametrize(
-    ("others", "reason"),
+    ("device", "attention", "memory", "others", "message", "expected"),
     [
-        (0, "than the device has (peak 7.5 GiB). Try"),
-        (2**37, "than is free (peak 7.5 GiB; other processes use 128.0 GiB of the device). Try"),
+        pytest.param(CPU, "flash", "default", 0, "", "the device has (peak 7.5 GiB). Try data.micro", id="cpu"),
+        pytest.param(GPU, "flash", "default", 0, "", "the device has (peak 7.5 GiB). Try memory=auto, data", id="gpu"),
+        pytest.param(GPU, "flash", "auto", 0, "", "the device has (peak 7.5 GiB). Try data.micro", id="auto"),
+        pytest.param(
+            GPU, "naive", "full", 0, TORCH,
+            "the device has (peak 7.5 GiB, then 512.00 GiB more were asked for). Try attention=flash, data.micro",
+            id="naive",
+        ),
+        pytest.param(
+            GPU, "flash", "auto", 2**37, "",
+            "is free (peak 7.5 GiB; other processes use 128.0 GiB of the device). Try data.micro",
+            id="shared-gpu",
+        ),
     ],
-)
-def test_other_processes_that_use_the_memory_are_named(others, reason, monkeypatch, capsys):
+)  # fmt: skip
+def test_the_error_says_what_is_lacking_and_what_to_try(
+    device, attention, memory, others, message, expected, monkeypatch, capsys
+):
     monkeypatch.setattr(out_of_memory, "monitor_of", lambda trainer: SimpleNamespace(latest={}))
     monkeypatch.setattr(out_of_memory, "memory", lambda device: {"perf/peak_gib": 7.5})
     monkeypatch.setattr(out_of_memory, "bytes_of_others", lambda device: others)
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), loggers=[], world_size=1, global_step=3)
-    module: Any = SimpleNamespace(device=torch.device("cpu"))
-    OutOfMemory(64, 2, "flash").on_exception(trainer, module, torch.OutOfMemoryError())
-    assert reason in capsys.readouterr().err
+    module: Any = SimpleNamespace(device=device)
+    OutOfMemory(64, 2, attention, memory).on_exception(trainer, module, torch.OutOfMemoryError(message))
+    assert f"needs more memory than {expected}" in capsys.readouterr().err
