@@ -24,7 +24,7 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "5"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
+VALIDITY = "6"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("tool", "system", "developer")  # without an empty one, some templates add a system prompt
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
@@ -36,6 +36,9 @@ INPUTS = ("context", "input")  # optional columns whose texts are added to an in
 IN_A_MIXTURE = "; with data=mix, write data.sources.<name>.skip_invalid=true"  # ends the advice in error messages
 SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt; the first that is not empty is used
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of LLaVA, LLaMA-Factory and TRL
+WANTED = ("label", "kto_tag")  # in datasets for KTO, these columns mark answers to avoid with false
+FALSE = ("false", "0", "0.0")  # the forms of false in lower case: as a text, and as a number
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
 
@@ -196,6 +199,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         present = {name: _encodable(value) for name, value in row.items() if value is not None}
     except RecursionError as error:
         raise ValueError(f"a chat must have at most a few hundred levels; {where} has more: {error}") from error
+    _require_text_alone(present, where)
     trained_from = 0
     form = next((form for form in FORMS if all(name in present for name in form)), None)
     match form:
@@ -204,8 +208,6 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         case ("conversations",):
             messages = _messages(_from_sharegpt(present["conversations"], where), where, "conversations")
         case ("prompt", answer):
-            if present.get("label") is False:  # in KTO's format, false marks an answer to avoid
-                raise ValueError(f"a completion's label must be true or absent; {where} has label false")
             prompt = _prompt_or_completion(present, "prompt", "user", where)
             trained_from = len(prompt)
             messages = prompt + _prompt_or_completion(present, answer, "assistant", where)
@@ -229,6 +231,21 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
     template_kwargs = _template_kwargs(present.get("chat_template_kwargs"), where)
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from, template_kwargs)
+
+
+def _require_text_alone(row: Mapping[str, Any], where: str) -> None:
+    """Raises: ValueError if a row has images, videos or audio, or its answer is marked as one to avoid."""
+    for name in MEDIA:
+        if row.get(name):
+            raise ValueError(
+                f"a chat must have only text; {where} has the column {name}. Remove the column to train without it"
+            )
+    for name in WANTED:
+        if str(row.get(name, True)).strip().lower() in FALSE:
+            raise ValueError(
+                f"{name} must be true or absent, because false marks an answer to avoid; {where} has {row[name]!r}. "
+                f"Rename {name} if it has another meaning"
+            )
 
 
 def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:

@@ -33,7 +33,8 @@ def test_all_formats_give_the_same_chat():
         alpaca | {"input": ""},
         alpaca | {"input": None},
         question,
-        PAIR | {"tools": None, "id": 3, "label": True},
+        PAIR | {"tools": None, "id": 3, "label": True, "images": [], "image": None},
+        alpaca | {"kto_tag": "true", "label": 1, "image": ""},
     ]
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth, nulls):
         chat = parse_chat(row, "")
@@ -230,7 +231,11 @@ def with_message(**changes):
         (with_message(tool_calls=[{"id": 1}]), "must have the name of a function; .*line 2, message 1 has"),
         (with_message(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments must be JSON; .*line 2, message 1 has"),
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
-        (PAIR | {"label": False}, "a completion's label must be true or absent; .*line 2 has label false"),
+        (PAIR | {"label": False}, "label must be true or absent, .*; .*line 2 has False. Rename label if"),
+        (with_message() | {"label": "False"}, "label must be true or absent, .*; .*line 2 has 'False'"),
+        ({"instruction": "2", "output": "3", "kto_tag": 0}, "kto_tag must be true or absent, .*; .*line 2 has 0"),
+        (with_message() | {"image": "a.jpg"}, "a chat must have only text; .*line 2 has the column image. Remove"),
+        (PAIR | {"images": ["a.jpg"]}, "a chat must have only text; .*line 2 has the column images. Remove"),
         (PAIR | {"chat_template_kwargs": ["f"]}, r"chat_template_kwargs must be an object; .*line 2 has \['f'\]"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "a role must be one of .*message 0 has 'alien'"),
