@@ -86,7 +86,8 @@ class YarnScaling(RopeScaling):
     beta_fast, beta_slow: the frequencies at the two ends of the ramp, in rotations per original context length.
     truncate: whether the ends of the ramp are rounded to whole channels.
     attention_factor: the factor that cos and sin are multiplied by.
-    The default attention_factor is YaRN's `0.1 * ln(factor) + 1`, modified by mscale and mscale_all_dim.
+    The default attention_factor is YaRN's `0.1 * ln(factor) + 1`, modified by mscale and mscale_all_dim if both are
+    given and not 0.
     """
 
     factor: float
@@ -161,6 +162,7 @@ SCALINGS: dict[str, type[RopeScaling]] = {
     "yarn": YarnScaling,
     "llama3": Llama3Scaling,
 }
+MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # 0 means that the field is not given, as in transformers
 
 
 def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None) -> RopeScaling | None:
@@ -188,6 +190,8 @@ def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None
     if kind == "default":
         return None
     for name, value in given.items():
+        if name in MAY_BE_ZERO and value == 0:
+            continue
         if not isinstance(value, bool | None) and not (isinstance(value, int | float) and 0 < value < math.inf):
             raise ValueError(f"rope_scaling.{name} must be a positive number; got {value}")
     if given["factor"] < 1:

@@ -77,6 +77,7 @@ SCALINGS = [
         {"rope_type": "yarn", "factor": 8.0, "attention_factor": 0.7, "truncate": False}, id="yarn-untruncated"
     ),
     pytest.param({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3}, id="yarn-mscale"),
+    pytest.param({"rope_type": "yarn", "factor": 8.0, "mscale": 0, "mscale_all_dim": 0.0}, id="yarn-mscale-zero"),
     pytest.param({"rope_type": "yarn", "factor": 8.0, "beta_fast": 8.0, "beta_slow": 2.0}, id="yarn-betas"),
     pytest.param(
         {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, id="llama-3.2"
