@@ -119,18 +119,20 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
 
 
 def stored_dtypes(tensors: Iterable[Stored]) -> dict[str, torch.dtype]:
-    """Returns the stored dtype of each parameter. Raises: ValueError if parts of a matrix have different dtypes."""
-    dtypes: dict[str, torch.dtype] = {}
-    for stored in tensors:
-        if stored.is_copy:
-            continue
-        wanted = dtypes.setdefault(stored.place.parameter, stored.dtype)
-        if stored.dtype != wanted:  # parts of a joined matrix, such as queries and keys
+    """Returns the stored dtype of each parameter.
+
+    Raises: ValueError if weights other than those of norms have different dtypes. Products of different dtypes fail
+    without autocast, and a joined matrix, such as queries and keys, has only one dtype.
+    """
+    own = [stored for stored in tensors if not stored.is_copy]
+    first, *others = [stored for stored in own if "norm." not in stored.place.parameter]
+    for stored in others:
+        if stored.dtype != first.dtype:
             raise ValueError(
-                f"{stored.path}: tensor {stored.name} must be {wanted} like the tensors that it is joined with; "
-                f"got {stored.dtype}. Set dtype to convert them"
+                f"{stored.path}: tensor {stored.name} must be {first.dtype} like {first.name}; got {stored.dtype}. Set "
+                "dtype to convert them"
             )
-    return dtypes
+    return {stored.place.parameter: stored.dtype for stored in own}
 
 
 def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:

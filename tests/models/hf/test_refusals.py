@@ -158,12 +158,16 @@ def test_a_transposed_tensor_of_another_shape_is_named(checkpoint):
         load_pretrained(path.parent)
 
 
-def test_parts_of_one_matrix_must_be_of_one_dtype(checkpoint):
+@pytest.mark.parametrize("module", ["self_attn.v_proj", "self_attn.o_proj", "input_layernorm"])
+def test_matrices_must_be_of_one_dtype(module, checkpoint):
     path = checkpoint("llama") / "model.safetensors"
-    name = "model.layers.1.self_attn.v_proj.weight"
+    name = f"model.layers.1.{module}.weight"
     tensors = load_file(path)
     save_file(tensors | {name: tensors[name].bfloat16()}, path)
-    with pytest.raises(ValueError, match=r"v_proj.weight must be torch.float32 .*; got torch.bfloat16. Set dtype"):
+    if "norm" in name:
+        assert load_pretrained(path.parent).blocks[1].attention_norm.weight.dtype == torch.bfloat16
+        return
+    with pytest.raises(ValueError, match=rf"{name} must be torch.float32 like .*; got torch.bfloat16. Set dtype"):
         load_pretrained(path.parent)
     load_pretrained(path.parent, dtype="float32")
 
@@ -192,9 +196,9 @@ def test_a_tied_head_must_equal_the_embedding(name, embedding, files, checkpoint
 def test_a_tied_head_may_be_a_rounded_copy(of_head, checkpoint):
     folder = checkpoint("llama-tied")
     tensors = load_file(folder / "model.safetensors")
-    whole = tensors["model.embed_tokens.weight"]
-    rounded = {"lm_head.weight" if of_head else "model.embed_tokens.weight": whole.bfloat16()}
-    write_files(folder, [tensors | {"lm_head.weight": whole.clone()} | rounded])
+    whole, rounded = tensors["model.embed_tokens.weight"], {name: x.bfloat16() for name, x in tensors.items()}
+    head = {"lm_head.weight": whole.bfloat16() if of_head else whole.clone()}
+    write_files(folder, [(tensors if of_head else rounded) | head])
     load_pretrained(folder)
 
 
