@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+# the beginnings of the names of a tokenizer's files
+FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template", "spiece")
 ORIGIN = ("is_local", "local_files_only")  # settings of a saved tokenizer that say where it was loaded from
 
 
@@ -68,15 +70,18 @@ class HFTokenizer:
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # prevents a warning when this process forks
         self.name = name
+        _require_files(name, key)
         try:
             # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
             self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the tokenizers library raises a plain Exception, and damaged files a KeyError
             if "trust_remote_code" in str(error):  # the error message advises to trust the code
                 raise ValueError(
                     f"{key} must be a tokenizer without Python code of its own; got {name}, whose code is never run"
                 ) from error
-            raise ValueError(f"{key} must be a folder or hub name with a tokenizer; got {name}: {error}") from error
+            is_clear = isinstance(error, OSError | ValueError | ImportError)
+            what = error if is_clear else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{key} must be a folder or hub name with a tokenizer; got {name}: {what}") from error
         vocabulary = self.hf.get_vocab()
         # without tokenizer files, transformers returns a tokenizer that has only special tokens
         if not vocabulary.keys() - set(self.hf.all_special_tokens):
@@ -147,6 +152,18 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.hf.decode(list(ids), skip_special_tokens=True))
+
+
+def _require_files(name: str, key: str) -> None:
+    """Checks the files of a tokenizer's folder. transformers ignores some files that are pipes or broken links.
+
+    Raises: ValueError if one of them is not a file, or is a link that leads to nothing.
+    """
+    folder = Path(name)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(FILES) and path.suffix and not path.is_file():
+            what = "a folder or a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
+            raise ValueError(f"{key} must be a folder whose tokenizer files are files; {path} is {what}")
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:

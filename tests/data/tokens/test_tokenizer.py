@@ -1,6 +1,7 @@
 """Tokenizers that produce different token ids have different identities. The code of a tokenizer is never run."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,29 @@ def test_the_code_of_a_tokenizer_is_neither_run_nor_offered(tmp_path, monkeypatc
         f"data.tokenizer must be a tokenizer without Python code of its own; got {tmp_path}, whose code is never run"
     )
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_or_a_broken_link_is_not_ignored(file, tmp_path):
+    path = Path(save_tokenizer(tmp_path), file)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=rf"tokenizer must be a folder .*; .*{file} is a folder or a special file"):
+        HFTokenizer(str(tmp_path))
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=rf"{file} is a link to .*nowhere, which is missing"):
+        HFTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param({"model": {"type": "New"}, "added_tokens": []}, "Exception: data did not match", id="new-kind"),
+        pytest.param({}, "KeyError: 'added_tokens'", id="damaged"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named(content, message, tmp_path):
+    Path(save_tokenizer(tmp_path), "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"data.tokenizer must be a folder .*; got {tmp_path}: {message}"):
+        HFTokenizer(str(tmp_path))
