@@ -1,5 +1,6 @@
 """Exports checkpoints in a form that transformers can load."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
 from fa_train.evaluation.generation import chat_prompt
 from fa_train.models.attention import naive_attention
 from fa_train.models.config import Family
-from fa_train.models.hf.export import tokenizer_of
+from fa_train.models.hf.export import tokenizer_of, write
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.hf.weights import save_tensors
 from tests.data.support.chats import CHATML, chat_tokenizer
@@ -230,6 +231,18 @@ def test_bytes_are_the_tokens_of_the_projects_own_data(option):
     content = OmegaConf.load(CONF / f"data/{option}.yaml")
     tokenizer = tokenizer_of({"data": {"_target_": content._target_, "tokenizer": content.get("tokenizer")}})
     assert tokenizer is not None and tokenizer("A").input_ids == [256, 65]
+
+
+def test_the_model_card_is_utf8_with_every_locale(tmp_path, monkeypatch):
+    """Without an encoding, Path.write_text uses that of the locale, such as ASCII if LANG=C."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    config = {
+        "model": {}, "data": data_of("text", None) | {"path": "Gespräche.txt"}, "choices": {"data": "text"},
+        "seq_len": 8, "batch_size": 4, "seed": 0,
+    }  # fmt: skip
+    write(build(vocab_size=259), 3, tmp_path / "exported", "Lauf für λ", config, {})
+    card = (tmp_path / "exported/README.md").read_bytes().decode()
+    assert "# Lauf für λ\n" in card and "| Data | text: Gespräche.txt |" in card
 
 
 def data_of(option: str, tokenizer: Path | None, *sources: str) -> dict[str, Any]:
