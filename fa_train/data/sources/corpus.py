@@ -209,7 +209,7 @@ class HFCorpus:
     def __init__(self, name: str, config: str | None, split: str, text_column: str) -> None:
         if not name.strip():
             raise ValueError("data.name must be a dataset of the Hugging Face hub or a folder; got an empty text")
-        if Path(name).expanduser().is_file():
+        if os.path.isfile(Path(name).expanduser()):
             raise ValueError(
                 f"data.name must be a dataset of the Hugging Face hub or a folder; {name} is a file. Use data=text "
                 f"data.path={name}"
@@ -237,12 +237,15 @@ class HFCorpus:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Returns whether `path` is a folder that `save_to_disk` of the `datasets` library has written."""
+    """Returns whether `path` is a folder that `save_to_disk` of the `datasets` library has written.
+
+    Returns False if the path cannot be read, so that the function that opens the path names it.
+    """
     if not path.strip():  # an empty path would mean the current directory
         return False
     folder = Path(path).expanduser()
-    of_split = (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    return of_split or (folder / "dataset_dict.json").is_file()
+    of_split = os.path.isfile(folder / "dataset_info.json") and os.path.isfile(folder / "state.json")
+    return of_split or os.path.isfile(folder / "dataset_dict.json")
 
 
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:

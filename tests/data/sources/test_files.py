@@ -164,6 +164,14 @@ def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
             read(TextCorpus(str(linked), "text"))
 
 
+@pytest.mark.parametrize("read", [ChatCorpus, lambda path: TextCorpus(path, "text")], ids=["chats", "texts"])
+def test_a_path_that_cannot_be_looked_up_is_named(read):
+    """A path below a folder without permission fails at the same place as a name that is too long."""
+    name = "a" * 300
+    with pytest.raises(ValueError, match=rf"files and folders must be readable; {name} is not: File name too long"):
+        read(name)
+
+
 def deny(monkeypatch, owner, name, denied):
     """Makes a function fail for one path. Changing permissions would not help, because root can read all files."""
     real = getattr(owner, name)
