@@ -199,7 +199,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         present = {name: _encodable(value) for name, value in row.items() if value is not None}
     except RecursionError as error:
         raise ValueError(f"a chat must have at most a few hundred levels; {where} has more: {error}") from error
-    _require_text_alone(present, where)
+    _require_usable(present, where)
     trained_from = 0
     form = next((form for form in FORMS if all(name in present for name in form)), None)
     match form:
@@ -233,13 +233,15 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from, template_kwargs)
 
 
-def _require_text_alone(row: Mapping[str, Any], where: str) -> None:
-    """Raises: ValueError if a row has images, videos or audio, or its answer is marked as one to avoid."""
+def _require_usable(row: Mapping[str, Any], where: str) -> None:
+    """Raises: ValueError if a row has images, videos, audio or functions, or its answer is marked as one to avoid."""
     for name in MEDIA:
         if row.get(name):
             raise ValueError(
                 f"a chat must have only text; {where} has the column {name}. Remove the column to train without it"
             )
+    if row.get("functions"):  # in OpenAI's old format; chat templates render tools
+        raise ValueError(f"a chat must have tools instead of functions; {where} has functions")
     for name in WANTED:
         if str(row.get(name, True)).strip().lower() in FALSE:
             raise ValueError(
@@ -355,14 +357,17 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _tool_call(value: Any, where: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object. In OpenAI's format, the arguments are JSON text."""
+    """Returns a tool call with its arguments as an object. In OpenAI's format, the arguments are JSON text.
+
+    Arguments that are null or an empty text become an empty object. Templates would render null as an argument.
+    """
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call must have the name of a function; {where} has {value!r}")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _json(arguments, "a tool call's arguments", where)
-    function = {**function, "arguments": arguments}
+        arguments = _json(arguments, "a tool call's arguments", where) if arguments.strip() else None
+    function = {**function, "arguments": {} if arguments is None else arguments}
     return {**value, "function": function} if "function" in value else function
 
 

@@ -154,6 +154,13 @@ def test_tools_and_their_arguments_are_objects():
     assert parse_chat(row, "").messages[1]["tool_calls"] == [bare]
 
 
+@pytest.mark.parametrize("arguments", [None, "", " ", "null", "{}", {}], ids=repr)
+def test_a_tool_call_without_arguments_has_an_empty_object(arguments):
+    calls = [{"type": "function", "function": {"name": "now", "arguments": arguments}}]
+    [_, message] = parse_chat({"messages": [QUESTION, chat_message("assistant", "", tool_calls=calls)]}, "").messages
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
 def test_files_hold_the_same_chats(tmp_path):
     rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [chat_message("system", "be brief."), QUESTION, ANSWER]}]
     write_jsonl(tmp_path / "a.jsonl", rows)
@@ -235,6 +242,7 @@ def with_message(**changes):
         (with_message() | {"label": "False"}, "label must be true or absent, .*; .*line 2 has 'False'"),
         ({"instruction": "2", "output": "3", "kto_tag": 0}, "kto_tag must be true or absent, .*; .*line 2 has 0"),
         (with_message() | {"image": "a.jpg"}, "a chat must have only text; .*line 2 has the column image. Remove"),
+        (with_message() | {"functions": [TOOL]}, "must have tools instead of functions; .*line 2 has functions"),
         (PAIR | {"images": ["a.jpg"]}, "a chat must have only text; .*line 2 has the column images. Remove"),
         (PAIR | {"chat_template_kwargs": ["f"]}, r"chat_template_kwargs must be an object; .*line 2 has \['f'\]"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),
