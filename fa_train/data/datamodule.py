@@ -177,11 +177,16 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
-        """Returns the report with the packing of held-out documents, the numbers of rows and files, and a warning."""
+        """Returns the report with the packing of held-out documents, the numbers of rows and files, and warnings."""
         source = self.sources[name]
         layout = self._layout(source, held_out=True)
         files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
         encoder = source.encoder if isinstance(source, TokenizedCorpus) else None
+        corpus = source.corpus if isinstance(source, TokenizedCorpus) else None
+        warnings = [
+            encoder.end_warning if isinstance(encoder, ChatEncoder) else None,
+            corpus.overlap_warning if isinstance(corpus, WithValidation) else None,
+        ]
         documents = layout.documents
         return dataclasses.replace(
             report,
@@ -189,7 +194,7 @@ class PackedDataModule(L.LightningDataModule):
             held_out_tail=isinstance(documents, Documents) and documents.is_tail,
             rows_skipped=documents.rows_skipped if isinstance(documents, Documents) else None,
             files=None if files is None else files.text(),
-            warning=encoder.end_warning if isinstance(encoder, ChatEncoder) else None,
+            warnings=tuple(filter(None, warnings)),
         )
 
     def setup(self, stage: str) -> None:

@@ -379,7 +379,10 @@ def test_read_and_skipped_files_are_reported(tmp_path):
     given = str(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), str(tmp_path / "val.jsonl")
     report = sft_data(str(train), *given, packing="best_fit", **OPTIONS | {"seq_len": 64}).packing_report()
     assert "\n  files: 3 read; skipped 1 .jsonl.gz, 1 names that begin with a dot\n" in report.text()
-    assert (report.documents, report.held_out.documents) == (2, 1)
+    assert (report.documents, report.held_out.documents) == (2, 1) and "warning" not in report.text()
+    given = *given[:-1], str(train / "a.jsonl")
+    report = sft_data(str(train), *given, packing="best_fit", **OPTIONS | {"seq_len": 64}).packing_report()
+    assert "\n  warning: 1 of 1 files for validation are also read for training, such as " in report.text()
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|end|>"])

@@ -35,7 +35,7 @@ class PackingReport:
     rows_skipped: the number of rows of the whole corpus that were skipped as invalid documents, or None if unknown.
     files: a text that says how many files of the whole corpus were read and how many were skipped, or None if the
     corpus does not come from files.
-    warning: a warning about the chat template, or None.
+    warnings: warnings about the chat template and the files of the corpus.
     """
 
     packing: str
@@ -58,7 +58,7 @@ class PackingReport:
     held_out_tail: bool = False
     rows_skipped: int | None = None
     files: str | None = None
-    warning: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def efficiency(self) -> float:
@@ -107,7 +107,7 @@ class PackingReport:
                 f"  tokens {self.tokens_in:,}: {self.tokens_packed:,} packed, {self.tokens_truncated:,} truncated, "
                 f"{self.tokens_dropped:,} dropped",
                 *self._label_lines(),
-                *([f"  warning: {self.warning}"] if self.warning else []),
+                *(f"  warning: {warning}" for warning in self.warnings),
                 *self._held_out_lines(),
                 *([f"  skipped {self.rows_skipped:,} rows that are not valid chats"] if self.rows_skipped else []),
                 "  document lengths:",

@@ -122,6 +122,10 @@ class ChatCorpus:
     def file_counts(self) -> FileCounts | None:
         return self._rows.file_counts if isinstance(self._rows, FileRows) else None
 
+    @property
+    def paths(self) -> list[Path]:
+        return self._rows.paths if isinstance(self._rows, FileRows) else []
+
     def count(self) -> int | None:
         return None if self.skip_invalid else self._rows.count()
 

@@ -6,7 +6,7 @@ The hash of a document's key decides whether the document is held out for valida
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -19,6 +19,7 @@ from fa_train.data.sources.files import (
     hash_files,
     read_rows,
     read_text,
+    real_paths,
     suffix_of,
     total_count,
 )
@@ -60,6 +61,11 @@ def rows_skipped(corpus: Corpus[Any]) -> int:
 def file_counts(corpus: Corpus[Any]) -> FileCounts | None:
     """Returns the numbers of files that are read and skipped, or None if the corpus is not read from files."""
     return getattr(corpus, "file_counts", None)
+
+
+def file_paths(corpus: Corpus[Any]) -> Sequence[Path]:
+    """Returns the files of a corpus, or an empty sequence if the corpus is not read from files."""
+    return getattr(corpus, "paths", ())
 
 
 def is_held_out(key: str) -> bool:
@@ -123,6 +129,18 @@ class WithValidation(Generic[Document]):
     def file_counts(self) -> FileCounts | None:
         counts = [known for known in map(file_counts, self.parts.values()) if known is not None]
         return sum(counts[1:], counts[0]) if counts else None
+
+    @property
+    def overlap_warning(self) -> str | None:
+        """A warning if some files are read for training and for validation. Otherwise, the value is None."""
+        training, validation = (set(real_paths(file_paths(corpus))) for corpus in self.parts.values())
+        shared = sorted(training & validation)
+        if not shared:
+            return None
+        return (
+            f"{len(shared):,} of {len(validation):,} files for validation are also read for training, such as "
+            f"{shared[0]}. The model is trained on their documents, so val/loss does not measure new documents"
+        )
 
     def count(self) -> int | None:
         return total_count(corpus.count() for corpus in self.parts.values())

@@ -138,13 +138,18 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
     If several paths lead to a file, the function prefers a path without links below `root`.
     """
     chosen: dict[str, Path] = {}
-    top = os.path.realpath(root)
-    real_folder = cache(os.path.realpath)  # on some disks, it takes long to resolve all links in a path
-    for path in sorted(paths):
-        real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
+    top, ordered = os.path.realpath(root), sorted(paths)
+    for path, real in zip(ordered, real_paths(ordered), strict=True):
         if real not in chosen or real == os.path.join(top, path.relative_to(root)):
             chosen[real] = path
     return sorted(chosen.values())
+
+
+def real_paths(paths: Iterable[Path]) -> Iterator[str]:
+    """Yields each path without links."""
+    real_folder = cache(os.path.realpath)  # on some disks, it takes long to resolve all links in a path
+    for path in paths:
+        yield os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
 
 
 def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterator[Path]:

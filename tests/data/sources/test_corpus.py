@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, is_held_out
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
@@ -262,3 +263,20 @@ def test_a_validation_corpus_is_held_out_and_nothing_else(folder, tmp_path_facto
     assert isinstance(WithValidation.read(read, str(folder), None), TextCorpus)
     with pytest.raises(ValueError, match=r"^data\.val_path=nowhere\.txt: data\.path must be a file"):
         WithValidation.read(read, str(folder), "nowhere.txt")
+
+
+@pytest.mark.parametrize("read", [partial(TextCorpus, text_column="prompt"), ChatCorpus], ids=["texts", "chats"])
+def test_files_for_training_and_validation_cause_a_warning(read, tmp_path):
+    (tmp_path / "all").mkdir()
+    for name in ("all/a.jsonl", "all/b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": "2?", "completion": name}) + "\n")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "all/b.jsonl")
+
+    def warning(val_path):
+        return WithValidation.read(read, str(tmp_path / "all"), str(tmp_path / val_path)).overlap_warning
+
+    assert warning("c.jsonl") is None
+    for path in ("all/b.jsonl", "link.jsonl"):
+        found = warning(path)
+        assert f"1 of 1 files for validation are also read for training, such as {tmp_path}/all/b.jsonl" in found
+    assert "2 of 3 files" in warning("**/*.jsonl")
