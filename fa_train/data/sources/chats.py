@@ -371,7 +371,10 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _json(arguments, "a tool call's arguments", where) if arguments.strip() else None
-    function = {**function, "arguments": {} if arguments is None else arguments}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(f"a tool call's arguments must be an object or its JSON text; {where} has {arguments!r}")
+    function = {**function, "arguments": arguments}
     return {**value, "function": function} if "function" in value else function
 
 

@@ -123,6 +123,16 @@ def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
     assert found == [call["arguments"] for call in calls]
 
 
+def test_a_map_in_parquet_is_an_object(tmp_path):
+    """Spark writes objects with varying keys as maps."""
+    kinds = {"name": pa.string(), "arguments": pa.map_(pa.string(), pa.string())}
+    message = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.struct(kinds))})
+    calls = [{"name": "weather", "arguments": {"city": "Rome"}}]
+    row = [QUESTION, chat_message("assistant", "", tool_calls=[{**calls[0], "arguments": [("city", "Rome")]}])]
+    pyarrow.parquet.write_table(pa.table({"messages": pa.array([row], pa.list_(message))}), tmp_path / "a.parquet")
+    assert chats(tmp_path)[0].messages[1]["tool_calls"] == calls
+
+
 def test_marks_of_trained_messages_are_accepted():
     marked = [QUESTION | {"weight": 0, "train": False}, ANSWER | {"weight": 1, "train": True}]
     assert parse_chat({"messages": marked}, "").messages == [QUESTION, ANSWER]
@@ -237,6 +247,10 @@ def with_message(**changes):
         ),
         (with_message(tool_calls=[{"id": 1}]), "must have the name of a function; .*line 2, message 1 has"),
         (with_message(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments must be JSON; .*line 2, message 1 has"),
+        (
+            with_message(tool_calls=[{"name": "f", "arguments": json.dumps(json.dumps({"a": 1}))}]),
+            r"arguments must be an object or its JSON text; .*line 2, message 1 has '{\"a\": 1}'",
+        ),
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
         (PAIR | {"label": False}, "label must be true or absent, .*; .*line 2 has False. Rename label if"),
         (with_message() | {"label": "False"}, "label must be true or absent, .*; .*line 2 has 'False'"),
