@@ -235,6 +235,7 @@ def chat_prompt(
     roles = ", ".join(message["role"] for message in messages)
     rejected = f"{encoder.name}'s chat template rejects a prompt of messages with the roles {roles}"
     arguments = dict(template_kwargs or {}) | {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+    arguments["continue_final_message"] = False  # transformers refuses True with a generation prompt
     with named_rejection(rejected):
         text = hf.apply_chat_template(messages, **arguments)
     return list(hf(text, add_special_tokens=False).input_ids)

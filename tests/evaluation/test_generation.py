@@ -163,7 +163,8 @@ def test_a_chat_that_the_template_rejects_is_not_sampled_unless_there_is_no_othe
 def test_the_prompt_of_a_chat_has_the_template_variables_of_its_row(tmp_path):
     chat_tokenizer("{{ mood }}" + CHATML).save_pretrained(tmp_path)
     encoder = ChatEncoder(HFTokenizer(str(tmp_path)))
-    row = {"prompt": "2?", "completion": "4", "chat_template_kwargs": {"mood": "sunny", "tools": [], "tokenize": True}}
+    variables = {"mood": "sunny", "tools": [], "tokenize": True, "continue_final_message": True}
+    row = {"prompt": "2?", "completion": "4", "chat_template_kwargs": variables}
     chat = sampled_chat(str(write_jsonl(tmp_path / "chats.jsonl", [row])), encoder)
     prompt = chat_prompt(encoder, chat.messages, chat.tools, chat.template_kwargs)
     wanted = "sunny<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"

@@ -301,6 +301,7 @@ class ChatEncoder:
 
         arguments = self._hf.special_tokens_map | chat.template_kwargs
         arguments |= {"tools": chat.tools, "add_generation_prompt": add_generation_prompt}
+        arguments["continue_final_message"] = False  # True would remove the end of the last answer
         templates = [template, _with_markers(template)] if has_blocks else [template]
         part = "" if len(messages) == len(chat.messages) else f"the first {len(messages)} messages of "
         with named_rejection(f"{self.name}'s chat template rejects {part}{chat.where}"):

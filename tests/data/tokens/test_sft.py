@@ -94,7 +94,7 @@ def test_the_template_has_the_variables_of_the_row(tmp_path):
     other_eos = chat_encoder.render(parse_chat(PAIR | {"chat_template_kwargs": {"eos_token": "<end>"}}, "")).text
     assert other_eos == "<end>" + bare.removeprefix("<|im_end|>") != bare, "a row can replace special tokens"
     for value in (
-        {"enable_thinking": False, "tools": [TOOL], "add_generation_prompt": True},
+        {"enable_thinking": False, "tools": [TOOL], "add_generation_prompt": True, "continue_final_message": True},
         '{"enable_thinking": false}',
     ):
         chat = parse_chat(PAIR | {"chat_template_kwargs": value}, "")
