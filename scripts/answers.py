@@ -43,6 +43,9 @@ def answers(
         raise ValueError(f"--system needs --chat; got --system {system!r} and --prompt")
     if temperature == 0 and (top_k is not None or top_p != 1):
         raise ValueError("--top-k and --top-p need --temperature, because nothing is sampled without it")
+    for text in (*(prompt or ()), *(chat or ()), system or ""):
+        if text.encode("utf-8", "replace").decode() != text:  # Python reads other bytes as lone surrogates
+            raise ValueError(f"--prompt, --chat and --system must be UTF-8; got {text!r}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = _is_gpu(device)
     with tempfile.TemporaryDirectory() as temporary:

@@ -343,6 +343,9 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
         run("--chat", "hi", "--top-k", "5")
     with pytest.raises(SystemExit, match=r"error: --system needs --chat; got --system 'be brief' and --prompt"):
         run("--prompt", "hi", "--system", "be brief")
+    for given in (("--prompt", "caf\udce9"), ("--chat", "caf\udce9"), ("--chat", "hi", "--system", "caf\udce9")):
+        with pytest.raises(SystemExit, match=r"error: --prompt, --chat and --system must be UTF-8; got 'caf.udce9'"):
+            run(*given)
 
 
 def test_the_model_must_have_a_tokenizer(folder, tmp_path):
