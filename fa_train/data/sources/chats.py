@@ -58,8 +58,8 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Returns the number of characters in the messages."""
-        return sum(len(message["content"]) for message in self.messages)
+        """Returns the number of characters in all texts that the chat template gets."""
+        return _characters([self.messages, self.tools, self.template_kwargs])
 
 
 class ChatCorpus:
@@ -416,6 +416,15 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_encodable(name): _encodable(entry) for name, entry in value.items()}
     return value
+
+
+def _characters(value: Any) -> int:
+    """Returns the number of characters in all texts of a JSON value."""
+    if isinstance(value, dict):
+        return sum(map(_characters, value)) + sum(map(_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 1
 
 
 def _json(text: str, name: str, where: str) -> Any:

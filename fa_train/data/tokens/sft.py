@@ -23,7 +23,7 @@ from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded, Encoder, Rejection
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "8"  # the version of the conversion from chats to tokens; the cache key contains this version
+FORMAT = "9"  # the version of the conversion from chats to tokens, and of the sizes of shards; part of the cache key
 GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")

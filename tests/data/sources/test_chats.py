@@ -171,6 +171,24 @@ def test_a_tool_call_without_arguments_has_an_empty_object(arguments):
     assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
+LONG = "x" * 1000
+
+
+@pytest.mark.parametrize(
+    ("in_answer", "in_row"),
+    [
+        pytest.param({"content": LONG}, {}, id="content"),
+        pytest.param({"reasoning_content": LONG}, {}, id="reasoning"),
+        pytest.param({"tool_calls": [{"name": "f", "arguments": {"code": LONG}}]}, {}, id="tool-calls"),
+        pytest.param({}, {"tools": [{"name": "f", "description": LONG}]}, id="tools"),
+        pytest.param({}, {"chat_template_kwargs": {"documents": [{"text": LONG}]}}, id="variables"),
+    ],
+)
+def test_the_length_of_a_chat_counts_every_text_that_a_template_can_render(in_answer, in_row):
+    """Batches end after a number of characters, because a tokenizer needs up to 200 bytes for each of them."""
+    assert 1000 < len(parse_chat({"messages": [QUESTION, ANSWER | in_answer]} | in_row, "")) < 1200
+
+
 def test_files_hold_the_same_chats(tmp_path):
     rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [chat_message("system", "be brief."), QUESTION, ANSWER]}]
     write_jsonl(tmp_path / "a.jsonl", rows)
