@@ -233,6 +233,8 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         messages, trained_from = [{"role": "system", "content": system}, *messages], trained_from + 1
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
+    if present.get("chosen") and messages[-1]["role"] != "assistant":  # LLaMA-Factory's format for preferences
+        raise ValueError(f"a chat must contain its last answer; {where} has it in chosen. Add it to the messages")
     template_kwargs = _template_kwargs(present.get("chat_template_kwargs"), where)
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from, template_kwargs)
 
