@@ -249,6 +249,8 @@ def _require_usable(row: Mapping[str, Any], where: str) -> None:
     if row.get("functions"):  # in OpenAI's old format; chat templates render tools
         raise ValueError(f"a chat must have tools instead of functions; {where} has functions")
     for name in WANTED:
+        if name == "label" and type(row.get(name)) in (int, float) and "prompt" not in row:
+            continue  # such numbers are often classes, whereas rows of KTO have a prompt
         if str(row.get(name, True)).strip().lower() in FALSE:
             raise ValueError(
                 f"{name} must be true or absent, because false marks an answer to avoid; {where} has {row[name]!r}. "

@@ -34,7 +34,7 @@ def test_all_formats_give_the_same_chat():
         alpaca | {"input": None},
         question,
         PAIR | {"tools": None, "id": 3, "label": True, "images": [], "image": None},
-        alpaca | {"kto_tag": "true", "label": 1, "image": ""},
+        alpaca | {"kto_tag": "true", "label": 0, "image": ""},
     ]
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth, nulls):
         chat = parse_chat(row, "")
@@ -271,6 +271,7 @@ def with_message(**changes):
         ),
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
         (PAIR | {"label": False}, "label must be true or absent, .*; .*line 2 has False. Rename label if"),
+        (PAIR | {"label": 0}, "label must be true or absent, .*; .*line 2 has 0. Rename label if"),
         (with_message() | {"label": "False"}, "label must be true or absent, .*; .*line 2 has 'False'"),
         ({"instruction": "2", "output": "3", "kto_tag": 0}, "kto_tag must be true or absent, .*; .*line 2 has 0"),
         (with_message() | {"image": "a.jpg"}, "a chat must have only text; .*line 2 has the column image. Remove"),
