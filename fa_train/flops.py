@@ -30,6 +30,8 @@ PEAKS = (
     ("RTX 4090", 165.2e12),
     ("RTX 3090", 71e12),
 )
+# MIG instances have a part of a GPU. The other words mark variants with other peaks, such as RTX 3090 Ti.
+OTHER_PEAK = re.compile(r"\b(MIG|Ti|D|Laptop|Max-Q)\b")
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -74,6 +76,6 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     device_name: the result of torch.cuda.get_device_name.
     dtype: bf16 or fp16. The peak of fp32 is unknown, because it depends on whether TF32 is enabled.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16) or OTHER_PEAK.search(device_name):
         return None
     return next((peak for words, peak in PEAKS if re.search(rf"\b{words}\b", device_name)), None)
