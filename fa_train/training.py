@@ -1,5 +1,6 @@
 """One run of train.py. Builds the trainer, the model and the data from a checked config, and trains."""
 
+import gc
 import os
 from dataclasses import asdict
 from functools import partial
@@ -47,6 +48,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
     If memory ran out in a run of one rank, the metrics include oom=1.
     Raises: OutOfMemoryError if memory ran out in a run of several ranks.
     """
+    if in_sweep():
+        gc.collect()  # an earlier job may have left reference cycles that hold GPU memory or pinned host memory
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)

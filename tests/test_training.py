@@ -1,12 +1,16 @@
 """Tests what fa_train.training builds, and the values that it passes to the memory planner."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from fa_train import training
+from fa_train.memory.host_memory import HostPool
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.support.training import composed, tiny
@@ -33,3 +37,24 @@ def test_a_users_own_strategy_may_set_what_its_config_lacks(tmp_path, monkeypatc
     run = plans[0].run
     assert (run.ranks, run.context, run.head_groups) == (2, 2, 2)
     assert run.reduce_once and not run.reshard_after_forward and run.accumulates
+
+
+def test_a_job_of_a_sweep_is_planned_after_the_memory_of_the_last_job_is_freed(tmp_path, monkeypatch):
+    """A trainer and its module refer to each other, so that reference counts alone do not free their memory."""
+    pool: Any = HostPool(pinned=False)
+    pool.itself, of_last_job = pool, weakref.ref(pool)
+    del pool
+
+    def built(cfg):
+        raise AssertionError("pinned memory of the last job" if of_last_job() else "no memory")
+
+    monkeypatch.setattr(training, "in_sweep", lambda: True)
+    monkeypatch.setattr(training, "build", built)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(AssertionError, match="no memory"):
+            training.train(cfg)
+    finally:
+        if was_enabled:
+            gc.enable()
