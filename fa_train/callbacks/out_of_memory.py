@@ -1,5 +1,6 @@
 """Records in the logs that memory ran out."""
 
+import errno
 import re
 import sys
 
@@ -14,6 +15,8 @@ from fa_train.memory.planner.run import bytes_of_others
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)")  # in the message of torch.OutOfMemoryError
+# parts of the messages of RuntimeErrors that say that memory ran out
+MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
 
 class OutOfMemory(Callback):
@@ -75,6 +78,11 @@ def out_of_memory_advice(trainer: L.Trainer) -> str:
 def is_out_of_memory(exception: BaseException) -> bool:
     """Returns whether the exception says that the GPU or the host ran out of memory.
 
-    If host memory runs out, torch raises a RuntimeError that names DefaultCPUAllocator.
+    Only torch's allocator of GPU memory raises torch.OutOfMemoryError. CUDA, cuBLAS, NCCL and Triton need GPU memory
+    outside this allocator, and report its lack in a RuntimeError. So does torch if host memory runs out.
     """
-    return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)
+    if isinstance(exception, OSError):
+        return exception.errno == errno.ENOMEM  # from mmap or fork
+    if isinstance(exception, RuntimeError):
+        return isinstance(exception, torch.OutOfMemoryError) or any(text in str(exception) for text in MESSAGES)
+    return isinstance(exception, MemoryError)

@@ -149,7 +149,10 @@ def _shared(kind: Kind, message: str) -> str:
 
 
 def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> Kind:
-    """Classifies an error. A lost connection counts as the consequence of another rank's failure."""
+    """Classifies an error. A lost connection counts as the consequence of another rank's failure.
+
+    If NCCL finds no GPU memory, it raises the same type of error as after a lost connection.
+    """
     if isinstance(error, OutOfMemoryError):
         return "out of memory"
     if isinstance(error, SystemExit):
@@ -160,4 +163,5 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
         return "disk"
     # compare the name of the class, because a rank can fail before it has imported torch
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
-    return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"
+    is_lost = (is_of_torch and "out of memory" not in str(error)) or "gloo/transport" in str(error)
+    return "lost connection" if is_lost else "error"

@@ -1,5 +1,6 @@
 """Tests the advice that a run prints if it runs out of GPU memory."""
 
+import errno
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from fa_train.callbacks import out_of_memory
-from fa_train.callbacks.out_of_memory import OutOfMemory, out_of_memory_advice
+from fa_train.callbacks.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_advice
+from fa_train.parallel.failures import kind_of
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
 
@@ -64,3 +66,27 @@ def test_the_error_says_what_is_lacking_and_what_to_try(
     module: Any = SimpleNamespace(device=device)
     OutOfMemory(64, 2, attention, memory).on_exception(trainer, module, torch.OutOfMemoryError(message))
     assert f"needs more memory than {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (torch.distributed.DistBackendError("NCCL error in: NCCLUtils.cpp:77. Cuda failure 'out of memory'"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.distributed.DistBackendError("NCCL error in: NCCLUtils.cpp:77, remote process exited"), False),
+        (ValueError("memory=auto found no memory settings"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_memory_can_run_out_in_other_libraries_than_torch(error, expected):
+    assert is_out_of_memory(error) == expected
+    if expected:
+        assert kind_of(error) == "error"  # another rank is not the cause; fit raises an OutOfMemoryError
