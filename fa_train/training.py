@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint, require_folder
 from fa_train.callbacks.monitor import monitor_of, require_measured
+from fa_train.callbacks.out_of_memory import model_must_fit
 from fa_train.callbacks.record import closed_on_error, keep_earlier_metrics, log_config, require_folders
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
@@ -50,7 +51,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
     """
     if in_sweep():
         gc.collect()  # an earlier job may have left reference cycles that hold GPU memory or pinned host memory
-    trainer, lit_gpt, data = build(cfg)
+    with model_must_fit():
+        trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
         from fa_train.models.hf.export import require_exportable  # the import takes time, and few runs need it

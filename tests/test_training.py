@@ -58,3 +58,21 @@ def test_a_job_of_a_sweep_is_planned_after_the_memory_of_the_last_job_is_freed(t
     finally:
         if was_enabled:
             gc.enable()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. GPU 0 has 1.5 GiB free. Of the allocated memory 0 bytes"),
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    ],
+    ids=["weights", "context"],
+)
+def test_a_model_for_which_other_processes_leave_no_memory_is_one_line(error, tmp_path, monkeypatch):
+    def built(cfg, vocab_size):
+        raise error
+
+    monkeypatch.setattr(training, "build_model", built)
+    said = r"leave free; got: CUDA (out of memory\. GPU 0 has 1\.5 GiB free\.|error: out of memory) `nvidia-smi` lists"
+    with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(ValueError, match=said):
+        training.train(cfg)

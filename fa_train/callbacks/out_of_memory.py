@@ -3,6 +3,8 @@
 import errno
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import lightning as L
 import torch
@@ -67,6 +69,24 @@ class OutOfMemory(Callback):
             changes += ["memory=auto"]
         changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
         return ", ".join([*changes, "or a smaller seq_len or model" if changes else "a smaller seq_len or model"])
+
+
+@contextmanager
+def model_must_fit() -> Iterator[None]:
+    """Use this context while a model is built. Raises: ValueError in place of an error that says that memory ran out.
+
+    A model that the planner accepts can fail to fit, because other processes use the GPU.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reported = str(error).partition("\n")[0].partition(" Of the allocated memory")[0]
+        raise ValueError(
+            f"the model must fit in the memory that other processes leave free; got: {reported or 'out of memory'} "
+            "`nvidia-smi` lists the processes on a GPU"
+        ) from error
 
 
 def out_of_memory_advice(trainer: L.Trainer) -> str:
