@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from fa_train.callbacks.interrupt import exit_status
+from fa_train.callbacks.interrupt import exit_status, status_after_signal
 from fa_train.callbacks.out_of_memory import is_out_of_memory, out_of_memory_advice
-from fa_train.errors import DivergedError, OutOfMemoryError
+from fa_train.errors import SHOW_TRACEBACK, DivergedError, OutOfMemoryError
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
 
@@ -24,8 +24,8 @@ def fit(
 
     A run without fsdp frees the weights and the optimizer states at its end, so the model cannot be used afterwards.
 
-    A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
-    DivergedError.
+    A signal ends the process with exit status 128 plus the signal's number. In a run of one process, this also
+    holds if the step fails during which the signal comes. If training diverges, all ranks raise DivergedError.
     Raises: KeyboardInterrupt if Ctrl-C comes before training starts. ValueError if Lightning refuses a setting, for
     example a callback that needs a logger. ValueError if the run's folder was removed during the run. OutOfMemoryError
     if this rank ran out of memory in a run of several ranks. OutOfMemoryError ends the other ranks, which would
@@ -50,6 +50,12 @@ def fit(
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
     except Exception as error:
+        status = status_after_signal(trainer) if trainer.world_size == 1 else 0
+        if status and not SHOW_TRACEBACK and not isinstance(error, ValueError):
+            # Ctrl-C also ends compilers such as ptxas, because a terminal sends it to all processes of the run.
+            reported = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            print(f"error: the step after which the run was to end failed: {reported}", file=sys.stderr)
+            sys.exit(status)
         if not is_out_of_memory(error):
             raise
         if trainer.world_size > 1:

@@ -6,10 +6,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.fit import fit, removal_explained
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
@@ -75,6 +76,32 @@ def test_ctrl_c_before_training_is_no_status_1(tmp_path):
             fit(trainer, BoringModel(), Batches(), None)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [(RuntimeError("Cannot find ptxas\nmore"), SystemExit), (ValueError("disk"), ValueError)],
+    ids=["compiler", "mistake"],
+)
+def test_ctrl_c_that_also_ends_a_compiler_gives_no_traceback(error, ends, tmp_path, capsys):
+    """Triton runs ptxas as a child process, which gets Ctrl-C too. The message of the error can vary."""
+
+    class Compiles(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            if batch_idx == 1:
+                signal.raise_signal(signal.SIGINT)
+                raise error
+
+    trainer = quiet_trainer(tmp_path, max_steps=5, callbacks=[GracefulInterrupt(), Compiles()], limit_val_batches=0)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(ends) as ended:
+            fit(trainer, BoringModel(), BoringDataModule(), None)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if ends is SystemExit:
+        assert ended.value.code == 128 + signal.SIGINT
+        assert capsys.readouterr().err.endswith("was to end failed: RuntimeError: Cannot find ptxas\n")
 
 
 def test_a_setting_that_lightning_refuses_is_a_value_error(tmp_path):

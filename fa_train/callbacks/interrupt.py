@@ -32,13 +32,14 @@ class GracefulInterrupt(Callback):
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
+    _asked_for = 0  # an exit status
     # None in a run of one process, and without fit, for example if only trainer.validate is called
     _agreement: Agreement | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
         self._asked_at: float | None = None
-        self._asked_for = 0  # an exit status
+        self._asked_for = 0
         self._agreement = Agreement() if trainer.world_size > 1 else None
         # Lightning's own signal handler would hang in a broadcast. The lines below make Lightning use _on_signal.
         # Lightning ends the run when received_sigterm is set.
@@ -131,3 +132,9 @@ def exit_status(trainer: L.Trainer) -> int:
     """Returns the exit status of a run that a signal has ended."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return next((x.status for x in callbacks if isinstance(x, GracefulInterrupt)), TERMINATED)
+
+
+def status_after_signal(trainer: L.Trainer) -> int:
+    """Returns the exit status after the signal that this process got, or 0 if it got none."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((x._asked_for for x in callbacks if isinstance(x, GracefulInterrupt)), 0)
