@@ -4,6 +4,7 @@ The checks of this file need the model. fa_train.early_checks has the checks tha
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapters_of
 from fa_train.models.rope import DynamicNTKScaling
 from fa_train.optim.adamw import kind_of
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # this file exists while NVIDIA's kernel driver is loaded
 
 
 def require_vocabulary(vocab_size: int, tokens: int) -> None:
@@ -175,6 +178,12 @@ def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
         )
 
 
-def machine() -> str:
-    """Returns the name of the GPU, or "a machine without a CUDA GPU"."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a CUDA GPU"
+def machine(device: torch.device) -> str:
+    """Returns the name of the run's GPU. For a run on the CPU, says whether torch could use a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if torch.cuda.is_available():
+        return "the CPU"
+    if NVIDIA_DRIVER.exists():  # torch is a CPU build, the driver is too old, or CUDA_VISIBLE_DEVICES hides all GPUs
+        return f"the CPU, because torch {torch.__version__} cannot use this machine's NVIDIA GPU"
+    return "a machine without a CUDA GPU"

@@ -70,7 +70,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
         if cfg.export:
             export_finished(trainer, Path(ckpt_path), rebuild, config)
         return monitor_of(trainer).summary()
-    trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
+    machine = preflight.machine(trainer.strategy.root_device)
+    trainer.print(f"preset={cfg.choices.preset} on {machine}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
     if isinstance(cfg.scheduler.get("warmup_steps"), int) and "lr" in cfg.optimizer:

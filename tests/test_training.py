@@ -1,6 +1,7 @@
 """Tests what fa_train.training builds, and the values that it passes to the memory planner."""
 
 import gc
+import re
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from fa_train import training
+from fa_train import preflight, training
 from fa_train.memory.host_memory import HostPool
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import FullyShardedStrategy
@@ -76,3 +77,23 @@ def test_a_model_for_which_other_processes_leave_no_memory_is_one_line(error, tm
     said = r"leave free; got: CUDA (out of memory\. GPU 0 has 1\.5 GiB free\.|error: out of memory) `nvidia-smi` lists"
     with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(ValueError, match=said):
         training.train(cfg)
+
+
+@pytest.mark.parametrize(
+    ("device", "n_gpus", "has_driver", "expected"),
+    [
+        pytest.param("cuda:1", 2, True, "GPU 1", id="second-gpu"),
+        pytest.param("cpu", 2, True, "the CPU", id="accelerator=cpu"),
+        pytest.param("cpu", 0, False, "a machine without a CUDA GPU", id="no-gpu"),
+        pytest.param(
+            "cpu", 0, True, "the CPU, because torch [^ ]+ cannot use this machine's NVIDIA GPU", id="cpu-build"
+        ),
+    ],
+)
+def test_a_run_says_on_which_gpu_it_is_and_why_it_uses_none(
+    device, n_gpus, has_driver, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device.index if device else 0}")
+    monkeypatch.setattr(preflight, "NVIDIA_DRIVER", tmp_path if has_driver else tmp_path / "no driver")
+    assert re.fullmatch(expected, preflight.machine(torch.device(device)))
