@@ -78,10 +78,16 @@ def _pinned(nbytes: int) -> Tensor:
     """Returns a pinned host buffer, (nbytes,) uint8.
 
     torch's pinned allocator is not used, because it rounds sizes up to a power of two.
+    Raises: ValueError if CUDA cannot pin the memory, for example because the system limits pinned memory.
     """
     buffer = own_pages(nbytes)
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
+    error = int(cudart.cudaHostRegister(address, nbytes, 0))
+    if error:
+        raise ValueError(
+            f"memory.offload needs pinned host memory; pinning {nbytes / 2**30:.2f} GiB failed with CUDA error "
+            f"{error}. Set memory.offload=false"
+        )
 
     def unregister() -> None:
         torch.cuda.synchronize()  # a copy may still use the buffer

@@ -5,6 +5,7 @@ import mmap
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from fa_train.memory import host_memory
@@ -55,7 +56,6 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     buffers = [host_memory._pinned(nbytes) for nbytes in (5000, 3)]
     assert registered == {buffer.data_ptr(): buffer.numel() for buffer in buffers}
@@ -63,3 +63,6 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
     del buffers
     gc.collect()
     assert not registered
+    monkeypatch.setattr(Runtime, "cudaHostRegister", lambda *arguments: 801)
+    with pytest.raises(ValueError, match=r"pinning 0\.03 GiB failed with CUDA error 801\. Set memory\.offload=false$"):
+        host_memory._pinned(2**25)
