@@ -218,7 +218,8 @@ def _liger_cross_entropy(
         BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocab_size - 1).bit_length()),
     )
     require_parameters("liger-kernel", "liger_cross_entropy_kernel", liger_cross_entropy_kernel.arg_names, arguments)
-    liger_cross_entropy_kernel[(n_tokens,)](**arguments, num_warps=32)
+    with torch.cuda.device_of(logits):  # Triton launches kernels on the current device
+        liger_cross_entropy_kernel[(n_tokens,)](**arguments, num_warps=32)
     return losses, logits
 
 

@@ -1,6 +1,9 @@
 """Compares the chunked linear cross entropy with torch's cross entropy of materialised logits."""
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +240,28 @@ def test_wrong_settings_and_shapes_are_named(device):
         LinearCrossEntropy(16)(hidden, weight, labels[1:])
     with pytest.raises(ValueError, match=r"got \(50, 16\), \(37, 15\) and \(50,\)"):
         LinearCrossEntropy(16)(hidden, weight[:, 1:], labels)
+
+
+def test_ligers_kernel_runs_on_the_gpu_of_the_logits(monkeypatch):
+    """torch.cuda.device_of does nothing for tensors on the CPU, so the test looks at its argument."""
+    from liger_kernel.ops import cross_entropy
+
+    done: list[Any] = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        done.append(x)
+        yield
+        done.append("left")
+
+    class Kernel(dict):
+        arg_names = cross_entropy.liger_cross_entropy_kernel.arg_names
+
+        def __missing__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda **arguments: done.append("launched")
+
+    monkeypatch.setattr(cross_entropy, "liger_cross_entropy_kernel", Kernel())
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    logits = torch.zeros(2, 8)
+    _liger_cross_entropy(logits, torch.zeros(2, dtype=torch.long), 0.0, 0.0, 0.0)
+    assert done[0] is logits and done[1:] == ["launched", "left"]
