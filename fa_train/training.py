@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     Raises: OutOfMemoryError if memory ran out in a run of several ranks.
     """
     if in_sweep():
-        gc.collect()  # an earlier job may have left reference cycles that hold GPU memory or pinned host memory
+        forget_earlier_jobs()
     with model_must_fit():
         trainer, lit_gpt, data = build(cfg)
     if cfg.export:
@@ -95,6 +96,17 @@ def train(cfg: DictConfig) -> dict[str, float]:
         else:
             export_last(trainer, rebuild, config)
     return monitor_of(trainer).summary()
+
+
+def forget_earlier_jobs() -> None:
+    """Frees memory and compiled code of the earlier jobs of a sweep, so that a job runs like a single run.
+
+    Compiled code is kept for the whole process. If a shape differs from that of an earlier job, torch.compile would
+    compile slower code for any shape. After 8 compilations of a block, it would run the block in eager mode.
+    """
+    gc.collect()  # an earlier job may have left reference cycles that hold GPU memory or pinned host memory
+    if "torch._dynamo" in sys.modules:  # the import takes seconds
+        torch.compiler.reset()
 
 
 def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:

@@ -61,6 +61,20 @@ def test_a_job_of_a_sweep_is_planned_after_the_memory_of_the_last_job_is_freed(t
             gc.enable()
 
 
+def test_a_job_of_a_sweep_compiles_for_its_own_shapes(tmp_path, monkeypatch):
+    def built(cfg):
+        raise AssertionError("built")
+
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.zeros(2))
+    monkeypatch.setattr(training, "in_sweep", lambda: True)
+    monkeypatch.setattr(training, "build", built)
+    with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(AssertionError, match="built"):
+        training.train(cfg)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # a recompilation would be for dynamic shapes
+        compiled(torch.zeros(3))
+
+
 @pytest.mark.parametrize(
     "error",
     [
