@@ -129,11 +129,14 @@ def _require_model(model: str) -> None:
 def _is_gpu(device: str) -> bool:
     """Raises: ValueError if `device` is neither cpu nor cuda, or if this machine lacks the GPU that `device` names."""
     try:
-        kind = torch.device(device).type
+        kind, index = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:
-        kind = "unknown"
+        kind, index = "unknown", 0
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda; got {device}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device must be cpu on a machine without a CUDA GPU; got {device}")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        gpus = ", ".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+        raise ValueError(f"--device must be cpu or one of {gpus}; got {device}")
     return kind == "cuda"

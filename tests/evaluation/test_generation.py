@@ -408,16 +408,18 @@ def test_a_wrong_model_is_named_as_an_argument(model, message, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("device", "message"),
+    ("device", "n_gpus", "message"),
     [
-        pytest.param("cuda", "must be cpu on a machine without a CUDA GPU; got cuda", id="no-gpu"),
-        pytest.param("foo", "must be cpu or cuda; got foo", id="unknown"),
-        pytest.param("mps", "must be cpu or cuda; got mps", id="mps"),
-        pytest.param("meta", "must be cpu or cuda; got meta", id="meta"),
+        pytest.param("cuda", 0, "must be cpu on a machine without a CUDA GPU; got cuda", id="no-gpu"),
+        pytest.param("cuda:2", 2, "must be cpu or one of cuda:0, cuda:1; got cuda:2", id="too-few-gpus"),
+        pytest.param("foo", 0, "must be cpu or cuda; got foo", id="unknown"),
+        pytest.param("mps", 0, "must be cpu or cuda; got mps", id="mps"),
+        pytest.param("meta", 0, "must be cpu or cuda; got meta", id="meta"),
     ],
 )
-def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_device_that_is_not_there_is_named(device, n_gpus, message, folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     with pytest.raises(ValueError, match=f"--device {message}"):
         answers(str(folder), prompt=["hi"], max_new_tokens=1, device=device)
 
