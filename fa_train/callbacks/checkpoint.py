@@ -191,6 +191,11 @@ class Checkpoint(CheckpointCallback):
                 self._save(trainer, pl_module)
         except CheckpointError as error:
             trainer.print(f"error: {error}")
+        except Exception as error:  # after some errors, the GPU computes nothing more
+            if not alone:
+                raise
+            reported = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            trainer.print(f"error: step {trainer.global_step} was not saved: {reported}")
         if self.saved:
             newest = self.saved[-1]
             trainer.print(f"checkpoint: {newest}; {resume.override_for(newest, self.runs)} resumes from it")

@@ -5,6 +5,7 @@ import signal
 from contextlib import nullcontext
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from tests.support.runs import run
@@ -107,6 +108,31 @@ def test_a_run_that_is_stopped_in_its_first_step_says_that_it_saved_nothing(numb
     printed = capsys.readouterr().out
     assert ("no checkpoint was saved, because the run stopped in its first step" in printed) == (not saved)
     assert ("resumes from it" in printed) == saved
+
+
+class FailInMicroBatch(StopInMicroBatch):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == self.number:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for")
+
+
+def test_a_run_whose_gpu_has_failed_keeps_its_error_its_logs_and_its_older_checkpoint(tmp_path, monkeypatch, capsys):
+    """After an illegal memory access, every later use of the GPU raises an error, including those of a save."""
+
+    def all_finite(weights):
+        if saves:
+            raise torch.AcceleratorError("CUDA error: again\nSearch for")
+        saves.append(2)
+        return True
+
+    saves: list[int] = []
+    monkeypatch.setattr("fa_train.callbacks.checkpoint.all_finite", all_finite)
+    fail = (f"+callbacks.fail._target_={__name__}.FailInMicroBatch", "+callbacks.fail.number=3")
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        run(tmp_path, *fail, "data.micro_batch_size=4", "callbacks.checkpoint.every_n_train_steps=2")
+    printed = capsys.readouterr().out
+    assert "error: step 3 was not saved: AcceleratorError: CUDA error: again\n" in printed
+    assert "step_0000002.ckpt; " in printed and list(column(tmp_path / "run", "train/loss")) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["extended", "stopped"])
