@@ -86,7 +86,8 @@ def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> Non
 
     When Lightning tears down a strategy other than fsdp, it copies weights and optimizer states to host memory, even
     after an error or a signal. Copying takes seconds, and needs as much host memory as the weights and optimizer states
-    need GPU memory. No checkpoint is saved after the teardown begins.
+    need GPU memory. No checkpoint is saved after the teardown begins. If an error has ended the run, an error of the
+    teardown does not replace it.
     """
     teardown = trainer.strategy.teardown
 
@@ -95,6 +96,11 @@ def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> Non
             optimizer.state.clear()
         for parameter in lit_gpt.parameters():
             parameter.grad, parameter.data = None, parameter.data.new_empty(0)
-        teardown()
+        has_failed = sys.exc_info()[0] is not None
+        try:
+            teardown()
+        except RuntimeError:  # a GPU on which a kernel has failed raises an error at every use
+            if not has_failed:
+                raise
 
     setattr(trainer.strategy, "teardown", empty_first)  # noqa: B010  mypy allows no assignment to a method

@@ -62,6 +62,21 @@ def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch)
     assert sizes_at_teardown == [(0, 0)]  # number of parameter elements, and number of optimizer states
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"), [(None, RuntimeError), (ArithmeticError(), ArithmeticError)], ids=["finished", "failed"]
+)
+def test_an_error_of_the_teardown_does_not_replace_the_error_of_the_run(error, raised, tmp_path, monkeypatch):
+    """After a kernel has failed, Lightning's teardown raises an error when it frees GPU memory."""
+
+    def teardown(strategy: SingleDeviceStrategy) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", teardown)
+    trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[Ends(error)], limit_val_batches=0)
+    with pytest.raises(raised):
+        fit(trainer, BoringModel(), BoringDataModule(), None)
+
+
 def test_ctrl_c_before_training_is_no_status_1(tmp_path):
     """After Ctrl-C, Lightning would end the process with status 1."""
 
