@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,6 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from fa_train.callbacks.timestamp import Timestamp
-from fa_train.parallel.communication import TIMEOUT
 from fa_train.parallel.context.operators import surround_waits
 from fa_train.private_names import private, private_module, replace_private
 
@@ -74,10 +74,13 @@ class CommunicationTimer:
 
 
 class RankComparison:
-    """Gathers a few numbers from all ranks. Uses one small collective of gloo, which does not use the GPU."""
+    """Gathers a few numbers from all ranks. Uses one small collective of gloo, which does not use the GPU.
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    timeout: how long a rank waits for the numbers of other ranks.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def gather(self, own: Mapping[str, float]) -> dict[str, float]:
         """Gathers `own` from all ranks, and returns the result of `compare`.

@@ -14,6 +14,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from fa_train.parallel.agreement import Agreement
+from fa_train.parallel.communication import timeout_of
 from fa_train.parallel.failures import end_rank, kind_of, signals_to_handle
 from fa_train.private_names import private, replace_private
 
@@ -40,7 +41,7 @@ class GracefulInterrupt(Callback):
         self._trainer, self._process = trainer, os.getpid()
         self._asked_at: float | None = None
         self._asked_for = 0
-        self._agreement = Agreement() if trainer.world_size > 1 else None
+        self._agreement = Agreement(timeout_of(trainer.strategy)) if trainer.world_size > 1 else None
         # Lightning's own signal handler would hang in a broadcast. The lines below make Lightning use _on_signal.
         # Lightning ends the run when received_sigterm is set.
         self._connector = private("lightning", trainer, "_signal_connector")

@@ -28,6 +28,7 @@ from fa_train.checkpoints.metrics import LOSSES, TOKENS, VAL_STEP
 from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
+from fa_train.parallel.communication import timeout_of
 from fa_train.parallel.fsdp import is_sharded
 from fa_train.private_names import replace_private
 
@@ -109,7 +110,8 @@ class Monitor(Callback):
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         forget_peak_of_host()
         if trainer.world_size > 1:
-            self._comparison, self._timer = RankComparison(), CommunicationTimer(pl_module.device)
+            self._comparison = RankComparison(timeout_of(trainer.strategy))
+            self._timer = CommunicationTimer(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._window_step, self._window_pairs = trainer.global_step, 0.0

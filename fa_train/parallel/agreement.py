@@ -1,5 +1,7 @@
 """Computes the maximum of one number from each rank, so that all ranks can stop at the same step."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -15,10 +17,11 @@ class Agreement:
     The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result of the all-reduce.
     After a second call without a micro-batch in between, each rank knows the answers of all ranks to the first call.
     A flag in torch's TCPStore would not be enough, because some ranks could read it several steps later than others.
+    timeout: how long a rank waits for the answers of other ranks.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._answer = torch.zeros(1, dtype=torch.int32)
         self._asked: dist.Work | None = None
 

@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.distributed.constants import default_pg_timeout
 
 from fa_train.private_names import private, replace_private
@@ -36,6 +36,12 @@ def configure(trainer: L.Trainer, *, has_timeout: bool) -> None:
     set_unless_given(str(RECORDED), "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     trace = os.path.join(os.path.abspath(trainer.default_root_dir), "nccl_trace_rank_")
     set_unless_given(trace, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def timeout_of(strategy: Strategy) -> timedelta:
+    """Returns how long a rank waits for other ranks. A user can set it as strategy.timeout."""
+    timeout: timedelta | None = getattr(strategy, "_timeout", None)  # some strategies of Lightning have none
+    return TIMEOUT if timeout is None else timeout
 
 
 def set_unless_given(value: str, name: str, *older_names: str) -> None:

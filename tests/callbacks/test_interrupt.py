@@ -4,17 +4,23 @@ import ctypes
 import os
 import signal
 from contextlib import suppress
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.callbacks.interrupt import GracefulInterrupt, exit_status
+from fa_train.callbacks.monitor import Monitor
 from fa_train.errors import errors_in_one_line
+from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.failures import STOPPING
 from tests.support.trainers import quiet_trainer
 
@@ -25,12 +31,13 @@ def test_ctrl_c_before_training_is_one_line(capsys):
     assert ended.value.code == 128 + signal.SIGINT and capsys.readouterr().err == "interrupted\n"
 
 
-def started():
+def started(world_size=1, strategy=None):
     """Returns the callback of a started run, and Lightning's signal connector, whose received_sigterm ends the run."""
     connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
+    replaced = ("_broadcast_sigterm_tensor", "_should_check_val_fx", "_save_loggers_on_train_batch_end")
     trainer = SimpleNamespace(
-        world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_broadcast_sigterm_tensor=None)),
+        world_size=world_size, is_global_zero=True, _signal_connector=connector, strategy=strategy,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(**dict.fromkeys(replaced))),
     )  # fmt: skip
     interrupt = GracefulInterrupt()
     interrupt.on_fit_start(trainer, None)
@@ -106,7 +113,7 @@ class TwoRanks:
 
     of_other: dict[int, int]
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta) -> None:
         self.calls = self.answer = 0
 
     def largest(self, answer: int) -> int:
@@ -180,9 +187,20 @@ def test_validation_without_training(tmp_path):
 def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
     monkeypatch.setattr(TwoRanks, "of_other", {2: 128 + signal.SIGTERM}, raising=False)
     interrupt, connector = started()
-    interrupt._agreement = TwoRanks()
+    interrupt._agreement = TwoRanks(timedelta(0))
     interrupt._trainer.should_stop, interrupt._trainer.received_sigterm = True, False
     for found in (0, 1, 128 + signal.SIGTERM):
         interrupt._agree()
         assert interrupt._trainer.should_stop == (found == 1) and connector.received_sigterm == (found > 1)
     assert exit_status(SimpleNamespace(callbacks=[interrupt])) == 128 + signal.SIGTERM
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_strategy_says(monkeypatch):
+    """NCCL does not make the host wait, so that a rank first waits in the small collectives of gloo."""
+    timeouts = []
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeouts.append(timeout))
+    strategy = DDPStrategy(timeout=timedelta(minutes=30))
+    started(world_size=2, strategy=strategy)
+    trainer, module = SimpleNamespace(world_size=2, strategy=strategy), Mock(spec=LitGPT, device=torch.device("cpu"))
+    Monitor(seq_len=8, batch_size=2, max_skipped_steps=None).on_fit_start(trainer, module)
+    assert timeouts == [timedelta(minutes=30)] * 2
