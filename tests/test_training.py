@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from fa_train import preflight, training
+from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.memory.host_memory import HostPool
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import FullyShardedStrategy
@@ -89,8 +90,9 @@ def test_a_model_for_which_other_processes_leave_no_memory_is_one_line(error, tm
 
     monkeypatch.setattr(training, "build_model", built)
     said = r"leave free; got: CUDA (out of memory\. GPU 0 has 1\.5 GiB free\.|error: out of memory) `nvidia-smi` lists"
-    with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(ValueError, match=said):
+    with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(ValueError, match=said) as raised:
         training.train(cfg)
+    assert is_out_of_memory(raised.value), "scripts/ablation/multirun.py must record the result oom"
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,13 @@ def out_of_memory_advice(trainer: L.Trainer) -> str:
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Returns whether the exception says that the GPU or the host ran out of memory.
+    """Returns whether the exception or its cause says that the GPU or the host ran out of memory.
 
     Only torch's allocator of GPU memory raises torch.OutOfMemoryError. CUDA, cuBLAS, NCCL and Triton need GPU memory
     outside this allocator, and report its lack in a RuntimeError. So does torch if host memory runs out.
     """
+    if exception.__cause__ is not None and is_out_of_memory(exception.__cause__):
+        return True
     if isinstance(exception, OSError):
         return exception.errno == errno.ENOMEM  # from mmap or fork
     if isinstance(exception, RuntimeError):
