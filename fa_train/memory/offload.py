@@ -177,8 +177,8 @@ class _SavedStorage:
         """Starts the copy to the host. `in_flight` holds the GPU memory until the copy has ended."""
         storage = self.storage
         assert storage is not None
+        self.buffer = pool.take(storage.nbytes)  # may raise an error, after which __del__ has no buffer to give back
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
-        self.buffer = pool.take(storage.nbytes)
         self.host = self.buffer[: storage.nbytes]
         if copies is None:
             self.host.copy_(storage)

@@ -5,6 +5,7 @@ In these tests, a state is the storage of a tensor that a block saves for its ba
 """
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fa_train.memory import host_memory, offload
-from fa_train.memory.host_memory import require_host_memory
+from fa_train.memory.host_memory import HostPool, require_host_memory
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 from tests.support.marks import slow
 
@@ -254,6 +255,21 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
         model(**stream(device))
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * STATE)
     model(**stream(device))
+
+
+@pytest.mark.parametrize("offload", [True, "all"])
+def test_a_buffer_that_cannot_be_pinned_is_the_only_error(offload, device, monkeypatch):
+    def take(pool: HostPool, nbytes: int) -> torch.Tensor:
+        raise ValueError("pinning failed")
+
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: ignored.append(unraisable.exc_value))
+    monkeypatch.setattr(HostPool, "take", take)
+    model = small_gpt(levers(offload=offload), device)
+    with pytest.raises(ValueError, match="pinning failed"):
+        model(**stream(device))
+    gc.collect()
+    assert not ignored
 
 
 def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
