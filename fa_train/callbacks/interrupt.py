@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,8 @@ class GracefulInterrupt(Callback):
     SIGHUP, which a closed terminal sends. SLURM can send SIGUSR1 before a job's time is over. The status 138 tells the
     job script to requeue the job. Any of the ranks may receive the signal. A second signal ends the run immediately.
     If a callback sets trainer.should_stop on any rank, all ranks stop after the next micro-batch. If a callback sets it
-    during a validation, all ranks stop after this validation. In a run of one process, Lightning handles should_stop.
+    during a validation, all ranks stop after this validation. If a callback sets it before the first micro-batch, all
+    ranks stop without training. In a run of one process, Lightning handles should_stop.
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
@@ -54,6 +56,9 @@ class GracefulInterrupt(Callback):
             self._has_validated = False
             replace_private("lightning", loop, "_should_check_val_fx", self._after_batch)
             replace_private("lightning", loop, "_save_loggers_on_train_batch_end", self._after_validation)
+            # Lightning reads should_stop after each of these methods, before the first micro-batch
+            for owner, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop, "on_run_start"), (loop, "reset")):
+                replace_private("lightning", owner, name, partial(self._before_training, owner, name))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for signum in signals_to_handle():  # Lightning's handler of SIGUSR1 would requeue the job
@@ -86,6 +91,11 @@ class GracefulInterrupt(Callback):
                 logger.finalize("failed")
             end_rank(exception)
 
+    def _before_training(self, loop: Any, name: str) -> None:
+        """Calls a method of one of Lightning's loops. Then lets the ranks agree before the first micro-batch."""
+        getattr(type(loop), name)(loop)
+        self._agree_at_once()
+
     def _after_batch(self, data_fetcher: Any) -> bool:
         """Lets the ranks agree, and returns whether Lightning validates now. Runs after each micro-batch."""
         self._agree()
@@ -96,10 +106,14 @@ class GracefulInterrupt(Callback):
     def _after_validation(self) -> None:
         """Lets the ranks agree after a validation. Lightning also calls this method if there was no validation."""
         if self._has_validated:
-            self._agree()
-            self._agree()  # waits for the answers of the first call, so that no rank trains another micro-batch
+            self._agree_at_once()  # so that no rank trains another micro-batch
         loop = self._trainer.fit_loop.epoch_loop
         type(loop)._save_loggers_on_train_batch_end(loop)
+
+    def _agree_at_once(self) -> None:
+        """Lets the ranks agree, and waits for their answers."""
+        self._agree()
+        self._agree()  # waits for the answers of the first call
 
     def _agree(self) -> None:
         """Tells the other ranks whether this rank must stop. Stops the run if a rank said so in an earlier call."""

@@ -91,10 +91,14 @@ def test_the_second_signal_stops_at_once(monkeypatch, capfd):
 
 
 class Stops(Callback):
-    """Sets should_stop after micro-batch 3, or after the validation that follows micro-batch 4."""
+    """Sets should_stop before training, after micro-batch 3, or after the validation that follows micro-batch 4."""
 
     def __init__(self, hook: str) -> None:
         self.hook, self.n_validations = hook, 0
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        if self.hook == "on_train_start":
+            trainer.should_stop = True
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if self.hook == "on_train_batch_end" and batch_idx == 2:
@@ -106,6 +110,9 @@ class Stops(Callback):
     def on_validation_end(self, trainer, pl_module) -> None:
         if self.hook == "on_validation_end":
             trainer.should_stop = True
+
+
+BEFORE = 8  # the number of calls of Agreement.largest before the first micro-batch
 
 
 class TwoRanks:
@@ -126,9 +133,13 @@ class TwoRanks:
     ("hook", "of_other", "last"),
     [
         pytest.param("on_train_batch_end", {}, 4, id="own-rank"),
-        pytest.param("", {3: 1}, 4, id="other-rank"),
+        pytest.param("", {BEFORE + 3: 1}, 4, id="other-rank"),
         pytest.param("on_validation_end", {}, 4, id="own-rank-after-validation"),
-        pytest.param("", {5: 1}, 4, id="other-rank-after-validation"),
+        pytest.param("", {BEFORE + 5: 1}, 4, id="other-rank-after-validation"),
+        pytest.param("on_train_start", {}, 0, id="own-rank-before-training"),
+        pytest.param("", {1: 1}, 0, id="other-rank-in-on_fit_start"),
+        pytest.param("", {3: 1}, 0, id="other-rank-in-on_train_start"),
+        pytest.param("", {BEFORE - 1: 1}, 0, id="other-rank-in-on_train_epoch_start"),
         pytest.param("", {}, 9, id="no-rank"),
     ],
 )
@@ -145,7 +156,7 @@ def test_all_ranks_stop_after_the_same_micro_batch(hook, of_other, last, tmp_pat
 
 def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, monkeypatch):
     monkeypatch.setattr("fa_train.callbacks.interrupt.Agreement", TwoRanks)
-    monkeypatch.setattr(TwoRanks, "of_other", {2: 128 + signal.SIGTERM}, raising=False)
+    monkeypatch.setattr(TwoRanks, "of_other", {BEFORE + 2: 128 + signal.SIGTERM}, raising=False)
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     counts = Stops("")
     trainer = quiet_trainer(tmp_path, max_steps=9, callbacks=[GracefulInterrupt(), counts], num_sanity_val_steps=0)
