@@ -67,7 +67,7 @@ class Monitor(Callback):
 
     A log is pending until the host has read its values. A pending log is finished before a validation, before a
     checkpoint and at the end of a run. With several ranks, a log also needs one small collective, which does not use
-    the GPUs.
+    the GPUs. The last step of a run that stops early is logged without perf/*.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that the model has been trained on. `tokens` and perf/tokens_per_s include padding. A
     checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its
@@ -244,7 +244,14 @@ class Monitor(Callback):
         self._validations.append((self._validation_start, Timestamp(pl_module.device)))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the last step if the run stopped before max_steps, at a step that is not logged otherwise."""
         self.log_reading(trainer)
+        if trainer.global_step > self._window_step:
+            assert isinstance(pl_module, LitGPT)
+            measured = {"loss": pl_module.step_loss, "grad_norm": pl_module.step_grad_norm}
+            measured["skipped_steps"] = pl_module.skipped_steps
+            values = {f"train/{name}": float(value) for name, value in measured.items()}
+            self.log_metrics(trainer, trainer.global_step, {**values, "lr": self._lr})
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # The device may have failed, or may wait forever for a failed rank. An error here must not replace the

@@ -142,10 +142,11 @@ def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
     ],
     ids=["time", "early-stopping", "other"],
 )
-def test_a_run_says_why_it_ends_before_its_last_step(override, reason, tmp_path, capsys):
-    settings = "max_steps=4", "trainer.val_check_interval=1", override
+def test_a_run_says_why_it_ends_before_its_last_step_and_logs_its_loss(override, reason, tmp_path, capsys):
+    settings = "max_steps=4", "trainer.val_check_interval=1", "trainer.log_every_n_steps=3", override
     with composed(tmp_path, *tiny(tmp_path, *settings)) as cfg:
-        training.train(cfg)
+        result = training.train(cfg)
+    assert ("train/loss" in result) == ("step 1 of 4" in reason)
     assert re.search(f"^stopped after {reason}$", capsys.readouterr().out, re.MULTILINE)
 
 
