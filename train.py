@@ -34,6 +34,8 @@ from fa_train.run_config import (
 from fa_train.sweep_table import print_tables
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
+# Each of these metrics is logged together with another one, which is never NaN. result.json omits metrics that are NaN.
+LOGGED_WITH = {"train/loss": "lr", "train/grad_norm": "lr", "val/loss": "val/step"}
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)  # also checks run_name
 OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
@@ -55,9 +57,10 @@ def mistakes_reported() -> AbstractContextManager[None]:
 def optimized(result: dict[str, float], metric: str) -> float:
     """Returns the metric that a sweeper optimizes, or NaN if the run ran out of memory or had nothing to do.
 
-    Raises: ValueError if the run has no metric with the name `metric`.
+    result: the metrics of a run, as in its result.json.
+    Raises: ValueError if the run has not measured `metric`.
     """
-    if result and metric not in result and "oom" not in result:
+    if result and "oom" not in result and metric not in result and LOGGED_WITH.get(metric) not in result:
         raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
     return result.get(metric, float("nan"))
 

@@ -47,6 +47,8 @@ def test_a_sweeper_gets_the_metric_that_it_optimizes():
     assert optimized({"val/loss": 2.5, "tokens": 8.0}, "val/loss") == 2.5
     assert math.isnan(optimized({"oom": 1.0}, "val/loss"))
     assert math.isnan(optimized({}, "val/loss")), "the run had nothing to do"
+    for metric, other in (("val/loss", "val/step"), ("train/loss", "lr"), ("train/grad_norm", "lr")):
+        assert math.isnan(optimized({"tokens": 8.0, other: 1.0}, metric)), "result.json omits NaN"
     message = "optimized_metric must be a metric of this run: tokens, train/loss; got val/loss"
     with pytest.raises(ValueError, match=message):
         optimized({"train/loss": 2.5, "tokens": 8.0}, "val/loss")
