@@ -38,7 +38,7 @@ from fa_train.errors import errors_in_one_line
 from scripts.ablation.cases import DTYPES, AttentionCase, Case, Device, Result, StepCase, capacity, measure
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import Records, attention_part, step_part, write_files
-from scripts.ablation.sweep import ProcessError, apart, call_apart, sweep
+from scripts.ablation.sweep import ProcessError, apart, call_apart, require_same_gpu, sweep
 from scripts.bench.command_line import REPOSITORY, add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
 
@@ -128,7 +128,7 @@ def main() -> None:
         # the cases.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         gpu = call_apart(torch.cuda.get_device_name, (), args.timeout, log) if device == "cuda" else "no GPU"
-        require_same_gpu(gpu, path)
+        require_same_gpu(gpu, folder, has_results=path.exists(), key="--out")
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
     records = Records(mode, args.project, args.group or f"ablate_memory {folder.name}", folder)
@@ -150,17 +150,6 @@ def main() -> None:
     write_files(parts, head, folder)
     records.summary(parts, head)
     print(f"results: {folder}")
-
-
-def require_same_gpu(gpu: str, results: Path) -> None:
-    """Writes the GPU's name to gpu.txt in the folder of `results`.
-
-    Raises: ValueError if `results` exists and gpu.txt already has another name.
-    """
-    file = results.with_name("gpu.txt")
-    if results.exists() and file.exists() and (found := file.read_text(encoding="utf-8").strip()) != gpu:
-        raise ValueError(f"--out must have results of {gpu}; got {results.parent}, whose results are of {found}")
-    file.write_text(gpu + "\n", encoding="utf-8")
 
 
 def known_mode() -> str:

@@ -28,7 +28,7 @@ from fa_train.callbacks.out_of_memory import is_out_of_memory
 from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished
 from scripts.ablation.formula import step_formula
 from scripts.ablation.report import Records, Row, step_part, write_files
-from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, skipped
+from scripts.ablation.sweep import ProcessError, apart, call_apart, load, require_same_gpu, save, skipped
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import memory_gib, step_flops
 
@@ -59,8 +59,10 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     log = folder / f"{number}.log"
     if hydra.job.num == 0:
         try:
+            gpu = call_apart(torch.cuda.get_device_name, (), timeout, log) if case.device == "cuda" else "no GPU"
+            require_same_gpu(gpu, folder, has_results=not no_result_yet, key="hydra.sweep.dir")
             print(call_apart(explanation, (case,), timeout, log), flush=True)
-        except ProcessError as error:
+        except (ProcessError, ValueError) as error:
             sys.exit(f"error: {error}")
     result = skipped(case, others) or load(path).get(case)
     if result is None or not result.final:

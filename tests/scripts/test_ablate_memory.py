@@ -16,11 +16,11 @@ import torch
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import naive_attention
 from fa_train.models.gpt import GPT
-from scripts.ablate_memory import attention_cases, explanations, parse_arguments, require_same_gpu, step_cases
+from scripts.ablate_memory import attention_cases, explanations, parse_arguments, step_cases
 from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
-from scripts.ablation.sweep import ProcessError, apart, call_apart, expected_seconds, load, sweep
+from scripts.ablation.sweep import ProcessError, apart, call_apart, expected_seconds, load, require_same_gpu, sweep
 from scripts.bench.case_process import case_of
 from tests.scripts.support.html_page import assert_self_contained
 from tests.scripts.support.wandb_runs import environment, inspect
@@ -481,10 +481,9 @@ def test_arguments_are_checked(arguments, capsys):
 
 def test_a_folder_holds_results_of_one_gpu(tmp_path):
     for gpu in ("H100", "H200"):  # there is no result yet
-        require_same_gpu(gpu, tmp_path / "results.jsonl")
-    (tmp_path / "results.jsonl").touch()
+        require_same_gpu(gpu, tmp_path, has_results=False, key="--out")
     with pytest.raises(ValueError, match=r"^--out must have results of H100; .*, whose results are of H200$"):
-        require_same_gpu("H100", tmp_path / "results.jsonl")
+        require_same_gpu("H100", tmp_path, has_results=True, key="--out")
 
 
 def test_each_shape_differs_from_the_first_in_one_thing():

@@ -122,6 +122,13 @@ def test_a_continued_ablation_has_the_same_settings(job):
         job(0, "naive", 64, "ok", "batch_size=2")
 
 
+def test_a_continued_ablation_has_the_same_gpu(job, tmp_path):
+    job(0, "naive", 64, "ok")
+    (tmp_path / "sweep" / "cases" / "gpu.txt").write_text("NVIDIA H200\n")
+    with pytest.raises(SystemExit, match=r"^error: hydra.sweep.dir must .* of no GPU; got .* are of NVIDIA H200$"):
+        job(0, "naive", 64, "ok")
+
+
 @pytest.mark.slow
 def test_an_ablation_without_a_result_may_continue_with_other_settings(job):
     job(0, "naive", 64, "failed: a wrong setting")
