@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train.command_line import require_form
+from fa_train.command_line import require_form, sweep_folder_mistake
 from fa_train.cuda_driver import has_gpu
 from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.output import outlive_readers, replace_unprintable
@@ -139,5 +139,9 @@ if __name__ == "__main__":
                 f"hydra.run.dir or hydra.sweep.dir must be a folder that can be written; got {error.filename}: "
                 f"{error.strerror}"
             ) from error
+        except ValueError as error:
+            if message := sweep_folder_mistake(error, sys.argv[1:]):
+                raise ValueError(message) from error
+            raise
         finally:
             print_tables()

@@ -39,6 +39,17 @@ def require_form(arguments: Sequence[str]) -> None:
         raise ValueError(f"--hydra-help takes no overrides; got {arguments[overrides[0]]}")
 
 
+def sweep_folder_mistake(error: ValueError, arguments: Sequence[str]) -> str | None:
+    """Returns a message if Hydra failed because the folder of a multirun needs a run's settings, and otherwise None."""
+    folder = next((x for x in arguments if x.lstrip("+").startswith("hydra.sweep.dir=")), None)
+    if folder is None or "HydraConfig was not set" not in str(error):
+        return None
+    return (
+        "hydra.sweep.dir must not contain run_name or another setting of a run, because Hydra creates the folder "
+        f"before it reads the settings of the first run; got {folder}"
+    )
+
+
 def _require_option(argument: str, following: str) -> None:
     """Raises: ValueError if an argument that starts with a dash is not an option of Hydra."""
     if _is_one_of(argument, (*FLAGS, *VALUED)):

@@ -1,9 +1,13 @@
 """For an argument of train.py that is neither an option nor an override, the error says what to write instead."""
 
+import re
+
 import pytest
 from hydra._internal.utils import get_args_parser
+from hydra.core.utils import setup_globals
+from omegaconf import OmegaConf
 
-from fa_train.command_line import FLAGS, VALUED, require_form
+from fa_train.command_line import FLAGS, VALUED, require_form, sweep_folder_mistake
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,15 @@ def test_the_options_are_those_of_hydra():
     actions = get_args_parser()._option_string_actions
     assert {name for name, action in actions.items() if action.nargs == 0} == set(FLAGS)
     assert actions.keys() - set(FLAGS) == set(VALUED)
+
+
+def test_the_folder_of_a_multirun_cannot_contain_the_name_of_a_run():
+    setup_globals()  # registers the resolver `hydra`
+    config = OmegaConf.create({"folder": "sw/${hydra:runtime.choices.model}"})
+    with pytest.raises(ValueError, match="HydraConfig was not set") as unset:
+        str(config.folder)
+    arguments = ["-m", "hydra.sweep.dir=sw/${run_name}", "max_steps=2,3"]
+    message = sweep_folder_mistake(unset.value, arguments)
+    assert re.fullmatch(r"hydra\.sweep\.dir must not contain run_name .*; got hydra\.sweep\.dir=.*", str(message))
+    for other, given in ((ValueError("x"), arguments), (unset.value, ["max_steps=2"])):
+        assert sweep_folder_mistake(other, given) is None
