@@ -24,7 +24,7 @@ from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorp
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
 from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report, require_same_documents, run_line
-from fa_train.data.packing.rows import Layout
+from fa_train.data.packing.rows import Layout, fingerprint
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
@@ -99,6 +99,7 @@ class PackedDataModule(L.LightningDataModule):
         self.packing, self.max_doc_len, self.long_documents = packing, max_doc_len, long_documents
         self._rows_per_epoch: int | None = None  # of the training documents; None until the data are packed
         self._mixed: dict[str, float] = {}  # the entry `sources` of `state_dict`; empty until the data are packed
+        self._fingerprints: dict[str, str] = {}  # {name of a source: fingerprint}; empty until the data are packed
         self._resumed: dict[str, Any] = {}  # the state_dict() in the checkpoint that the run resumes from
 
     @property
@@ -253,6 +254,7 @@ class PackedDataModule(L.LightningDataModule):
         if self._rows_per_epoch is None:  # only the first loader: a callback may ask for another on rank 0 only
             require_same_documents(report.metrics(), trainer.strategy.broadcast(report.metrics()), trainer.global_rank)
         self._rows_per_epoch = rows.per_epoch
+        self._fingerprints = {name: fingerprint(layout.documents) for name, layout in rows.layouts.items()}
         if isinstance(self.source, Mixture):
             percent = (100 * self.source.rows_a_cycle / CYCLE).tolist()
             self._mixed = {f"{name}.rows": layout.n_rows for name, layout in rows.layouts.items()}
@@ -272,14 +274,16 @@ class PackedDataModule(L.LightningDataModule):
         The entry `tokenizer` has hashes of the tokenizer. A resumed run compares them with those of its tokenizer, and
         an export with those of the tokenizer that it writes.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
-        rows in percent. For a single source, the entry `sources` is empty.
+        rows in percent. For a single source, the entry `sources` is empty. The entry `documents` has a hash of each
+        source's training documents.
         """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}
         counts = {"rows_per_epoch": self._rows_per_epoch}
         encoders = [source.encoder for source in self.sources.values() if isinstance(source, TokenizedCorpus)]
         hashes = {name: value for encoder in encoders for name, value in tokenizer_hashes(encoder).items()}
-        return {"settings": settings, "counts": counts, "sources": self._mixed, "tokenizer": hashes}
+        entries = {"settings": settings, "counts": counts, "sources": self._mixed, "tokenizer": hashes}
+        return entries | {"documents": self._fingerprints}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
@@ -287,13 +291,19 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
-        The method compares `settings` and `tokenizer` first, then `counts` (the numbers of rows) and `sources` (the
-        sources of a mixture). Later entries are compared only if the earlier ones are equal.
+        The method compares `settings` and `tokenizer` first, then `counts` (the numbers of rows), `sources` (the
+        sources of a mixture) and `documents`. Later entries are compared only if the earlier ones are equal.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
         settings += differences("data.tokenizer", own["tokenizer"], stored.get("tokenizer"))
-        return settings or counts or differences("data.sources", own["sources"], stored.get("sources"))
+        mixed = differences("data.sources", own["sources"], stored.get("sources"))
+        others = [
+            f"the training documents{f' of data.sources.{name}' if name else ''} are not those of the checkpoint's run"
+            for name, hashed in own["documents"].items()
+            if hashed != stored.get("documents", {}).get(name, hashed)  # older checkpoints have no such entry
+        ]
+        return settings or counts or mixed or others
 
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches to `done`.

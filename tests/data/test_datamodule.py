@@ -15,10 +15,10 @@ import torch
 
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
 from fa_train.data.datamodule import hf_data, sft_data, synthetic_data, text_data
-from fa_train.data.packing.rows import IGNORE_INDEX
+from fa_train.data.packing.rows import IGNORE_INDEX, fingerprint
 from tests.data.support.chats import CHATML, PAIR, PLAIN, chat_tokenizer, many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
-from tests.data.support.numbered import OPTIONS
+from tests.data.support.numbered import OPTIONS, Numbered
 from tests.data.support.numbered import make as make_best_fit
 
 
@@ -298,6 +298,17 @@ def test_a_resumed_run_says_that_its_tokenizer_has_changed(template, added, chan
     assert [line.partition("=")[0] for line in own._changes()] == [
         f"the checkpoint was written with data.tokenizer.{name}" for name in changed
     ]
+
+
+class Shifted(Numbered):
+    def __getitem__(self, index):
+        return super().__getitem__(index) + 1
+
+
+def test_the_fingerprint_of_documents_depends_on_lengths_and_tokens():
+    documents = Numbered([3, 5, 70]), Numbered([3, 5, 70]), Numbered([3, 6, 69]), Shifted([3, 5, 70])
+    same, other, longer, shifted = map(fingerprint, documents)
+    assert same == other and len({same, longer, shifted}) == 3
 
 
 def chats_with_validation(tmp_path, lengths, **changes):

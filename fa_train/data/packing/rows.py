@@ -3,6 +3,7 @@
 The order of the rows is different in each epoch. For given data and settings, row i depends only on the seed and i.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from fa_train.data.packing.report import PackingReport
 
 IGNORE_INDEX = -100
+HASHED_DOCUMENTS, HASHED_TOKENS = 64, 1024  # `fingerprint` reads the first tokens of some documents
 
 
 class LossMask(Protocol):
@@ -39,6 +41,14 @@ class PackableDocuments(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+def fingerprint(documents: PackableDocuments) -> str:
+    """Returns a hash of the lengths of all documents, and of tokens of some documents. Reads few tokens."""
+    hashed = hashlib.blake2b(np.ascontiguousarray(documents.lengths, np.int64).data, digest_size=8)
+    for index in range(0, len(documents), max(1, len(documents) // HASHED_DOCUMENTS)):
+        hashed.update(np.ascontiguousarray(documents[index][:HASHED_TOKENS], np.int32).data)
+    return hashed.hexdigest()
 
 
 def labels_of_documents(loss_mask: LossMask, lengths: np.ndarray) -> np.ndarray:
