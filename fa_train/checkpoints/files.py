@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import zipfile
@@ -21,6 +22,8 @@ from torch import Tensor
 
 SUFFIX, PARTIAL = ".ckpt", ".partial"
 Shapes = Mapping[str, tuple[int, ...]]
+CALLBACKS = "callbacks"  # Lightning stores the states of callbacks under this key, {name of the callback: state}
+ALLOWED = "a checkpoint must hold only tensors and plain Python values"
 META = "meta.pt"  # Lightning's file in a sharded checkpoint, for everything except weights and optimizer states
 # the errors that torch.load and zipfile raise if a file is damaged
 UNREADABLE = (
@@ -36,18 +39,52 @@ class CheckpointError(ValueError):
 def write_file(content: Mapping[str, Any], path: Path) -> None:
     """Writes `content` with torch.save and flushes the file to the disk. Makes no copy of `content` in memory.
 
+    `read_file` unpickles only tensors and plain values. If a callback's state has other values, writes the file without
+    this state, and prints a warning.
     Raises: CheckpointError if writing fails. An unfinished file is removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            torch.save(dict(content), file)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_once(content, path)
+        if _forbidden_name(path):
+            _write_once({**content, CALLBACKS: readable_states(content.get(CALLBACKS, {}))}, path)
+            if name := _forbidden_name(path):
+                print(f"warning: no run can resume from a checkpoint with {name}; {ALLOWED}", flush=True)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):  # remove fails if, for example, the file system is now read-only
             remove(path)
         raise not_written(path, error) from error
+
+
+def _write_once(content: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(dict(content), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _forbidden_name(file: Path | IO[bytes]) -> str | None:
+    """Returns the name of a class or function that `read_file` would refuse, or None. Reads no tensors of the file."""
+    try:
+        torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        return found[1] if found else "values of unknown types"
+    return None
+
+
+def readable_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states of callbacks that `read_file` can read, and prints a warning for each other state."""
+    readable = {}
+    for callback, state in states.items():
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        if name := _forbidden_name(file):
+            print(f"warning: the checkpoint has no state of {callback}; {ALLOWED}; got {name}", flush=True)
+        else:
+            readable[callback] = state
+    return readable
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -392,3 +393,13 @@ def test_one_element_that_is_not_finite_is_seen(dtype, value):
 def test_the_first_difference_of_two_models_is_named(theirs, difference):
     with pytest.raises(CheckpointError, match=rf"^x.ckpt does not fit the model: {difference}\. Use the model and"):
         require_same_shapes({"a": (2,), "b": (3,)}, theirs, "x.ckpt")
+
+
+def test_a_callback_whose_state_cannot_be_read_does_not_spoil_the_checkpoint(tmp_path, capsys):
+    states = {"Mine": {"best": np.float64(1.5)}, "Other": {"best": 1.5, "weights": torch.ones(2)}}
+    write_file({"global_step": 1, "callbacks": states}, tmp_path / "x.ckpt")
+    assert read_file(tmp_path / "x.ckpt")["callbacks"].keys() == {"Other"}
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"warning: the checkpoint has no state of Mine; .*; got numpy\.\S+\.scalar", line)
+    write_file({"global_step": 1, "of_module": np.float64(1.5)}, tmp_path / "x.ckpt")
+    assert "no run can resume from a checkpoint with numpy" in capsys.readouterr().out
