@@ -29,6 +29,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     context = strategy.get("context", 1) if sharded else 1
     precision, optimizer = trainer.get("precision", "32-true"), choices["optimizer"]
     require_checkpoint_name(config["model"].get("pretrained"))
+    require_logger(trainer.get("logger"))
     if config.get("epochs") is not None and choices["data"] == "mix":
         raise ValueError("epochs needs one dataset; got data=mix. Set max_steps instead")
     require_device_count(trainer.get("devices", "auto"), trainer.get("accelerator", "auto"))
@@ -178,6 +179,16 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
             f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
             f"attention={attention} and strategy.context={context}"
         )
+
+
+def require_logger(logger: Any) -> None:
+    """Raises: ValueError if trainer.logger is or contains a text. The option of a logger is not set there."""
+    for one in logger if isinstance(logger, list) else [logger]:
+        if isinstance(one, str):
+            raise ValueError(
+                f"trainer.logger must be a config with _target_, a list of them, true, false or null; got {one}. To "
+                "choose an option of conf/logger, set logger, such as logger=csv"
+            )
 
 
 def require_no_upload(logger: Any) -> None:

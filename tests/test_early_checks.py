@@ -43,6 +43,7 @@ SHARDED = ("strategy=fsdp", "trainer.devices=2")
             [*SHARDED, "logger=wandb", "+logger.log_model=all"],
             "log_model must be false with strategy=fsdp, whose checkpoints are folders; got all", id="upload",
         ),
+        pytest.param(["trainer.logger=csv"], "trainer.logger must be a .*; got csv.*, such as logger=csv", id="logger"),
         pytest.param(["optimizer=adamw_bf16"], "needs trainer.precision=bf16-true; got 32-true", id="bf16-weights"),
         pytest.param(["lit_gpt.float8=tensorwise"], "lit_gpt.float8 needs lit_gpt.compile_model=true", id="float8"),
     ],
