@@ -64,12 +64,17 @@ def _write_once(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _forbidden_name(file: Path | IO[bytes]) -> str | None:
-    """Returns the name of a class or function that `read_file` would refuse, or None. Reads no tensors of the file."""
+    """Returns the name of a class or function that `read_file` would refuse, or None if there is none.
+
+    Reads no tensors of the file. Returns None also if the file cannot be read.
+    """
     try:
         torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         return found[1] if found else "values of unknown types"
+    except (OSError, RuntimeError):
+        pass  # for example, the file system does not support mmap; the file is written, and must not be removed
     return None
 
 

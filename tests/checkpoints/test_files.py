@@ -403,3 +403,9 @@ def test_a_callback_whose_state_cannot_be_read_does_not_spoil_the_checkpoint(tmp
     assert re.fullmatch(r"warning: the checkpoint has no state of Mine; .*; got numpy\.\S+\.scalar", line)
     write_file({"global_step": 1, "of_module": np.float64(1.5)}, tmp_path / "x.ckpt")
     assert "no run can resume from a checkpoint with numpy" in capsys.readouterr().out
+
+
+def test_a_file_system_without_mmap_loses_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "load", Mock(side_effect=RuntimeError("unable to mmap 8 bytes from file")))
+    write_file({"global_step": 1}, tmp_path / "x.ckpt")
+    assert (tmp_path / "x.ckpt").exists()
