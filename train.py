@@ -34,7 +34,8 @@ from fa_train.run_config import (
 from fa_train.sweep_table import print_tables
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
-# Each of these metrics is logged together with another one, which is never NaN. result.json omits metrics that are NaN.
+# {metric: another metric of the same log, which is never NaN}. result.json omits NaN. If result.json has only the
+# second metric, the first one was NaN.
 LOGGED_WITH = {"train/loss": "lr", "train/grad_norm": "lr", "val/loss": "val/step"}
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)  # also checks run_name
@@ -55,7 +56,9 @@ def mistakes_reported() -> AbstractContextManager[None]:
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """Returns the metric that a sweeper optimizes, or NaN if the run ran out of memory or had nothing to do.
+    """Returns the metric that a sweeper optimizes.
+
+    Returns NaN if the metric was NaN, or if the run ran out of memory or had nothing to do.
 
     result: the metrics of a run, as in its result.json.
     Raises: ValueError if the run has not measured `metric`.

@@ -182,7 +182,10 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
 
 
 def require_logger(logger: Any) -> None:
-    """Raises: ValueError if trainer.logger is or contains a text. The option of a logger is not set there."""
+    """Raises: ValueError if trainer.logger is a text or a list with a text.
+
+    The key `logger` chooses an option of conf/logger, but trainer.logger does not.
+    """
     for one in logger if isinstance(logger, list) else [logger]:
         if isinstance(one, str):
             raise ValueError(

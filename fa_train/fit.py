@@ -24,8 +24,9 @@ def fit(
 
     A run without fsdp frees the weights and the optimizer states at its end, so the model cannot be used afterwards.
 
-    A signal ends the process with exit status 128 plus the signal's number. In a run of one process, this also
-    holds if the step fails during which the signal comes. If training diverges, all ranks raise DivergedError.
+    A signal ends the process with exit status 128 plus the signal's number. In a run of one process, this also holds if
+    the last step fails with an error other than ValueError, unless HYDRA_FULL_ERROR=1 is set. If training diverges, all
+    ranks raise DivergedError.
     Raises: KeyboardInterrupt if Ctrl-C comes before training starts. ValueError if Lightning refuses a setting, for
     example a callback that needs a logger. ValueError if the run's folder was removed during the run. OutOfMemoryError
     if this rank ran out of memory in a run of several ranks. OutOfMemoryError ends the other ranks, which would
@@ -54,7 +55,7 @@ def fit(
         if status and not SHOW_TRACEBACK and not isinstance(error, ValueError):
             # Ctrl-C also ends compilers such as ptxas, because a terminal sends it to all processes of the run.
             reported = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            print(f"error: the step after which the run was to end failed: {reported}", file=sys.stderr)
+            print(f"error: a signal asked the run to stop, but its last step failed: {reported}", file=sys.stderr)
             sys.exit(status)
         if not is_out_of_memory(error):
             raise

@@ -101,8 +101,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
 def forget_earlier_jobs() -> None:
     """Frees memory and compiled code of the earlier jobs of a sweep, so that a job runs like a single run.
 
-    Compiled code is kept for the whole process. If a shape differs from that of an earlier job, torch.compile would
-    compile slower code for any shape. After 8 compilations of a block, it would run the block in eager mode.
+    Without this function, torch.compile would use slower code with dynamic shapes if a shape differs from that of an
+    earlier job. After 8 compilations of a block, torch.compile would run the block in eager mode.
     """
     gc.collect()  # an earlier job may have left reference cycles that hold GPU memory or pinned host memory
     if "torch._dynamo" in sys.modules:  # the import takes seconds

@@ -116,7 +116,7 @@ def test_ctrl_c_that_also_ends_a_compiler_gives_no_traceback(error, ends, tmp_pa
         signal.signal(signal.SIGINT, handler)
     if ends is SystemExit:
         assert ended.value.code == 128 + signal.SIGINT
-        assert capsys.readouterr().err.endswith("was to end failed: RuntimeError: Cannot find ptxas\n")
+        assert capsys.readouterr().err.endswith("but its last step failed: RuntimeError: Cannot find ptxas\n")
 
 
 def test_a_setting_that_lightning_refuses_is_a_value_error(tmp_path):

@@ -35,7 +35,7 @@ class GracefulInterrupt(Callback):
     """
 
     status = TERMINATED  # equal on all ranks when the run ends
-    _asked_for = 0  # an exit status
+    _asked_for = 0  # the exit status after a signal to this process, or 0
     # None in a run of one process, and without fit, for example if only trainer.validate is called
     _agreement: Agreement | None = None
 
@@ -58,7 +58,7 @@ class GracefulInterrupt(Callback):
             replace_private("lightning", loop, "_save_loggers_on_train_batch_end", self._after_validation)
             # Lightning reads should_stop after each of these methods, before the first micro-batch
             for owner, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop, "on_run_start"), (loop, "reset")):
-                replace_private("lightning", owner, name, partial(self._before_training, owner, name))
+                replace_private("lightning", owner, name, partial(self._call_and_agree, owner, name))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for signum in signals_to_handle():  # Lightning's handler of SIGUSR1 would requeue the job
@@ -70,7 +70,9 @@ class GracefulInterrupt(Callback):
     ) -> None:
         # When Triton compiles its first kernel, LLVM replaces signal handlers without Python's knowledge. LLVM's
         # handler of SIGUSR1 does nothing, and its other handlers call Python's.
-        if signal.getsignal(signal.SIGUSR1) == self._on_signal:  # a callback of the user may have replaced it
+        if (
+            signal.getsignal(signal.SIGUSR1) == self._on_signal
+        ):  # False if a callback of the user has set its own handler
             signal.signal(signal.SIGUSR1, self._on_signal)
 
     def on_validation_batch_end(
@@ -91,10 +93,10 @@ class GracefulInterrupt(Callback):
                 logger.finalize("failed")
             end_rank(exception)
 
-    def _before_training(self, loop: Any, name: str) -> None:
+    def _call_and_agree(self, loop: Any, name: str) -> None:
         """Calls a method of one of Lightning's loops. Then lets the ranks agree before the first micro-batch."""
         getattr(type(loop), name)(loop)
-        self._agree_at_once()
+        self._agree_and_wait()
 
     def _after_batch(self, data_fetcher: Any) -> bool:
         """Lets the ranks agree, and returns whether Lightning validates now. Runs after each micro-batch."""
@@ -106,11 +108,11 @@ class GracefulInterrupt(Callback):
     def _after_validation(self) -> None:
         """Lets the ranks agree after a validation. Lightning also calls this method if there was no validation."""
         if self._has_validated:
-            self._agree_at_once()  # so that no rank trains another micro-batch
+            self._agree_and_wait()  # waits, because no rank may start another micro-batch
         loop = self._trainer.fit_loop.epoch_loop
         type(loop)._save_loggers_on_train_batch_end(loop)
 
-    def _agree_at_once(self) -> None:
+    def _agree_and_wait(self) -> None:
         """Lets the ranks agree, and waits for their answers."""
         self._agree()
         self._agree()  # waits for the answers of the first call

@@ -244,7 +244,7 @@ class Monitor(Callback):
         self._validations.append((self._validation_start, Timestamp(pl_module.device)))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the last step if the run stopped before max_steps, at a step that is not logged otherwise."""
+        """Logs the last step if the run stopped early and this step is not logged yet."""
         self.log_reading(trainer)
         if trainer.global_step > self._window_step:
             assert isinstance(pl_module, LitGPT)

@@ -16,9 +16,9 @@ from fa_train.memory.planner.predict import GIB
 from fa_train.memory.planner.run import bytes_of_others
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)")  # in the message of torch.OutOfMemoryError
+REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)")  # in the message of torch.OutOfMemoryError
 # parts of the messages of RuntimeErrors that say that memory ran out
-MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
 
 class OutOfMemory(Callback):
@@ -41,14 +41,14 @@ class OutOfMemory(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
         device = pl_module.device
-        use = f"peak {memory(device)['perf/peak_gib']:.1f} GiB"
-        if asked := ASKED.search(str(exception)):
-            use += f", then {asked[1]} more were asked for"
-        lack = f"the device has ({use})"
+        usage = f"peak use {memory(device)['perf/peak_gib']:.1f} GiB"
+        if requested := REQUESTED.search(str(exception)):
+            usage += f"; the failed allocation needed {requested[1]}"
+        limit = f"the device has ({usage})"
         if others := bytes_of_others(device):
-            lack = f"is free ({use}; other processes use {others / GIB:.1f} GiB of the device)"
+            limit = f"is free ({usage}; other processes use {others / GIB:.1f} GiB of the device)"
         self.advised = (
-            f"out of memory: {self._settings} needs more memory than {lack}. Try {self._changes(trainer, device)}"
+            f"out of memory: {self._settings} needs more memory than {limit}. Try {self._changes(trainer, device)}"
         )
         if trainer.world_size == 1:  # with several ranks, the launcher prints the error
             print(f"error: {self.advised}", file=sys.stderr)
@@ -73,9 +73,9 @@ class OutOfMemory(Callback):
 
 @contextmanager
 def model_must_fit() -> Iterator[None]:
-    """Use this context while a model is built. Raises: ValueError in place of an error that says that memory ran out.
+    """Raises: ValueError instead of an out-of-memory error inside this context, in which a model is built.
 
-    A model that the planner accepts can fail to fit, because other processes use the GPU.
+    The planner may have accepted the model, because it refuses no run because of other processes on the GPU.
     """
     try:
         yield
@@ -84,8 +84,8 @@ def model_must_fit() -> Iterator[None]:
             raise
         reported = str(error).partition("\n")[0].partition(" Of the allocated memory")[0]
         raise ValueError(
-            f"the model must fit in the memory that other processes leave free; got: {reported or 'out of memory'} "
-            "`nvidia-smi` lists the processes on a GPU"
+            f"memory ran out while the model was built: {reported.rstrip('.') or 'out of memory'}. Other processes may "
+            "use the GPU; `nvidia-smi` lists them"
         ) from error
 
 
@@ -106,5 +106,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
     if isinstance(exception, OSError):
         return exception.errno == errno.ENOMEM  # from mmap or fork
     if isinstance(exception, RuntimeError):
-        return isinstance(exception, torch.OutOfMemoryError) or any(text in str(exception) for text in MESSAGES)
+        return isinstance(exception, torch.OutOfMemoryError) or any(
+            text in str(exception) for text in OUT_OF_MEMORY_TEXTS
+        )
     return isinstance(exception, MemoryError)

@@ -39,15 +39,15 @@ class CheckpointError(ValueError):
 def write_file(content: Mapping[str, Any], path: Path) -> None:
     """Writes `content` with torch.save and flushes the file to the disk. Makes no copy of `content` in memory.
 
-    `read_file` unpickles only tensors and plain values. If a callback's state has other values, writes the file without
-    this state, and prints a warning.
+    `read_file` unpickles only tensors and plain values. If a callback's state has values of another type, the state is
+    left out, with a warning. If other entries have such values, a warning says that no run can resume from the file.
     Raises: CheckpointError if writing fails. An unfinished file is removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_once(content, path)
+        _write_and_flush(content, path)
         if _forbidden_name(path):
-            _write_once({**content, CALLBACKS: readable_states(content.get(CALLBACKS, {}))}, path)
+            _write_and_flush({**content, CALLBACKS: readable_states(content.get(CALLBACKS, {}))}, path)
             if name := _forbidden_name(path):
                 print(f"warning: no run can resume from a checkpoint with {name}; {ALLOWED}", flush=True)
     except (OSError, RuntimeError) as error:
@@ -56,7 +56,7 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
         raise not_written(path, error) from error
 
 
-def _write_once(content: Mapping[str, Any], path: Path) -> None:
+def _write_and_flush(content: Mapping[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         torch.save(dict(content), file)
         file.flush()
@@ -64,9 +64,9 @@ def _write_once(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _forbidden_name(file: Path | IO[bytes]) -> str | None:
-    """Returns the name of a class or function that `read_file` would refuse, or None if there is none.
+    """Returns the class or function because of which `read_file` refuses a file, or "values of unknown types".
 
-    Reads no tensors of the file. Returns None also if the file cannot be read.
+    Returns None if `read_file` accepts the file, or if the file cannot be read. A Path is read with mmap.
     """
     try:
         torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
@@ -74,7 +74,7 @@ def _forbidden_name(file: Path | IO[bytes]) -> str | None:
         found = re.search(r"GLOBAL (\S+)", str(error))
         return found[1] if found else "values of unknown types"
     except (OSError, RuntimeError):
-        pass  # for example, the file system does not support mmap; the file is written, and must not be removed
+        pass  # for example, mmap is not supported; an error would make write_file remove a complete file
     return None
 
 

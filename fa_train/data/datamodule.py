@@ -269,13 +269,13 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
+        """Returns the settings that determine the rows, the numbers of rows, and hashes of tokenizer and documents.
 
         The entry `tokenizer` has hashes of the tokenizer. A resumed run compares them with those of its tokenizer, and
         an export with those of the tokenizer that it writes.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
-        rows in percent. For a single source, the entry `sources` is empty. The entry `documents` has a hash of each
-        source's training documents.
+        rows in percent. For a single source, the entry `sources` is empty.
+        The entry `documents` has the `fingerprint` of each source's training documents.
         """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}

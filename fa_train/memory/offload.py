@@ -177,7 +177,9 @@ class _SavedStorage:
         """Starts the copy to the host. `in_flight` holds the GPU memory until the copy has ended."""
         storage = self.storage
         assert storage is not None
-        self.buffer = pool.take(storage.nbytes)  # may raise an error, after which __del__ has no buffer to give back
+        self.buffer = pool.take(
+            storage.nbytes
+        )  # before self.pool is set: after an error, __del__ must give back nothing
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
         self.host = self.buffer[: storage.nbytes]
         if copies is None:

@@ -1,4 +1,4 @@
-"""The part of a sharded tensor that this rank holds."""
+"""The part of a sharded tensor that this rank holds, and the norm of sharded tensors."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ def whole(x: Tensor) -> Tensor:
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of the concatenation of the tensors, () fp32. Either all tensors are sharded, or none.
+    """Returns the L2 norm of all elements of the tensors, () fp32. Either all tensors are sharded, or none is.
 
-    Sharded tensors must share one mesh and have their shards in the same dimensions of the mesh.
+    Sharded tensors must have one mesh, and must be sharded along the same mesh dimensions.
     """
     first = tensors[0]
     parts = [local(x) for x in tensors]
@@ -29,8 +29,8 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float32)))
     if not isinstance(first, DTensor):
         return norm
-    summed = [Partial() if placement.is_shard() else Replicate() for placement in first.placements]
-    return DTensor.from_local(norm.square(), first.device_mesh, summed, run_check=False).full_tensor().sqrt()
+    placements = [Partial() if placement.is_shard() else Replicate() for placement in first.placements]
+    return DTensor.from_local(norm.square(), first.device_mesh, placements, run_check=False).full_tensor().sqrt()
 
 
 def own_rows(parameter: Tensor) -> tuple[Tensor, slice]:

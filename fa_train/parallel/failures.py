@@ -151,7 +151,8 @@ def _shared(kind: Kind, message: str) -> str:
 def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> Kind:
     """Classifies an error. A lost connection counts as the consequence of another rank's failure.
 
-    If NCCL finds no GPU memory, it raises the same type of error as after a lost connection.
+    If GPU memory runs out, NCCL raises the same type of error as after a lost connection. Such an error has the kind
+    "error".
     """
     if isinstance(error, OutOfMemoryError):
         return "out of memory"

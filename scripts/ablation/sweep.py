@@ -128,13 +128,14 @@ def save(results: Finished, path: Path) -> None:
 
 
 def require_same_gpu(gpu: str, folder: Path, *, has_results: bool, key: str) -> None:
-    """Writes the GPU's name to gpu.txt in the folder of a sweep. key: the setting that chooses the folder.
+    """Checks that the results in a folder are of this GPU, and writes the GPU's name to gpu.txt.
 
+    key: the setting that chooses the folder.
     Raises: ValueError if the folder has results, and gpu.txt already has another name.
     """
     file = folder / "gpu.txt"
     if has_results and file.exists() and (found := file.read_text(encoding="utf-8").strip()) != gpu:
-        raise ValueError(f"{key} must have results of {gpu}; got {folder}, whose results are of {found}")
+        raise ValueError(f"{key} must be a folder for {gpu}; got {folder}, whose results are of {found}")
     file.write_text(gpu + "\n", encoding="utf-8")
 
 

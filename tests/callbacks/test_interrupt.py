@@ -34,10 +34,11 @@ def test_ctrl_c_before_training_is_one_line(capsys):
 def started(world_size=1, strategy=None):
     """Returns the callback of a started run, and Lightning's signal connector, whose received_sigterm ends the run."""
     connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
-    replaced = ("_broadcast_sigterm_tensor", "_should_check_val_fx", "_save_loggers_on_train_batch_end")
+    replaced = ("_broadcast_sigterm_tensor", "_should_check_val_fx", "_save_loggers_on_train_batch_end", "reset")
+    loop = SimpleNamespace(**dict.fromkeys(replaced))
     trainer = SimpleNamespace(
         world_size=world_size, is_global_zero=True, _signal_connector=connector, strategy=strategy,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(**dict.fromkeys(replaced))),
+        fit_loop=SimpleNamespace(epoch_loop=loop, setup_data=None, on_run_start=None),
     )  # fmt: skip
     interrupt = GracefulInterrupt()
     interrupt.on_fit_start(trainer, None)
@@ -112,7 +113,8 @@ class Stops(Callback):
             trainer.should_stop = True
 
 
-BEFORE = 8  # the number of calls of Agreement.largest before the first micro-batch
+# two calls of Agreement.largest after each of setup_data, on_run_start, setup_data of the epoch, and reset
+BEFORE_TRAINING = 8
 
 
 class TwoRanks:
@@ -133,13 +135,13 @@ class TwoRanks:
     ("hook", "of_other", "last"),
     [
         pytest.param("on_train_batch_end", {}, 4, id="own-rank"),
-        pytest.param("", {BEFORE + 3: 1}, 4, id="other-rank"),
+        pytest.param("", {BEFORE_TRAINING + 3: 1}, 4, id="other-rank"),
         pytest.param("on_validation_end", {}, 4, id="own-rank-after-validation"),
-        pytest.param("", {BEFORE + 5: 1}, 4, id="other-rank-after-validation"),
+        pytest.param("", {BEFORE_TRAINING + 5: 1}, 4, id="other-rank-after-validation"),
         pytest.param("on_train_start", {}, 0, id="own-rank-before-training"),
         pytest.param("", {1: 1}, 0, id="other-rank-in-on_fit_start"),
         pytest.param("", {3: 1}, 0, id="other-rank-in-on_train_start"),
-        pytest.param("", {BEFORE - 1: 1}, 0, id="other-rank-in-on_train_epoch_start"),
+        pytest.param("", {BEFORE_TRAINING - 1: 1}, 0, id="other-rank-in-on_train_epoch_start"),
         pytest.param("", {}, 9, id="no-rank"),
     ],
 )
@@ -156,7 +158,7 @@ def test_all_ranks_stop_after_the_same_micro_batch(hook, of_other, last, tmp_pat
 
 def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, monkeypatch):
     monkeypatch.setattr("fa_train.callbacks.interrupt.Agreement", TwoRanks)
-    monkeypatch.setattr(TwoRanks, "of_other", {BEFORE + 2: 128 + signal.SIGTERM}, raising=False)
+    monkeypatch.setattr(TwoRanks, "of_other", {BEFORE_TRAINING + 2: 128 + signal.SIGTERM}, raising=False)
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     counts = Stops("")
     trainer = quiet_trainer(tmp_path, max_steps=9, callbacks=[GracefulInterrupt(), counts], num_sanity_val_steps=0)
@@ -167,7 +169,7 @@ def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, mo
 
 @pytest.mark.parametrize("of_user", [False, True], ids=["ours", "of-a-callback"])
 def test_sigusr1_ends_the_run_although_a_compiler_replaced_the_handler(of_user, tmp_path):
-    """LLVM replaces it in C, so that Python does not know. The test lets C ignore the signal instead."""
+    """LLVM replaces the handler in C, and Python does not notice. This test makes C ignore SIGUSR1 in place of LLVM."""
     handled = []
 
     class Sends(Callback):
@@ -207,7 +209,7 @@ def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_strategy_says(monkeypatch):
-    """NCCL does not make the host wait, so that a rank first waits in the small collectives of gloo."""
+    """NCCL does not block the host. A rank therefore waits for other ranks in the small collectives of gloo."""
     timeouts = []
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeouts.append(timeout))
     strategy = DDPStrategy(timeout=timedelta(minutes=30))

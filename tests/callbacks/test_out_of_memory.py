@@ -41,17 +41,17 @@ TORCH = "CUDA out of memory. Tried to allocate 512.00 GiB. GPU 0 has a total cap
 @pytest.mark.parametrize(
     ("device", "attention", "memory", "others", "message", "expected"),
     [
-        pytest.param(CPU, "flash", "default", 0, "", "the device has (peak 7.5 GiB). Try data.micro", id="cpu"),
-        pytest.param(GPU, "flash", "default", 0, "", "the device has (peak 7.5 GiB). Try memory=auto, data", id="gpu"),
-        pytest.param(GPU, "flash", "auto", 0, "", "the device has (peak 7.5 GiB). Try data.micro", id="auto"),
+        pytest.param(CPU, "flash", "default", 0, "", "the device has (peak use 7.5 GiB). Try data.", id="cpu"),
+        pytest.param(GPU, "flash", "default", 0, "", "the device has (peak use 7.5 GiB). Try memory=auto, ", id="gpu"),
+        pytest.param(GPU, "flash", "auto", 0, "", "the device has (peak use 7.5 GiB). Try data.micro", id="auto"),
         pytest.param(
             GPU, "naive", "full", 0, TORCH,
-            "the device has (peak 7.5 GiB, then 512.00 GiB more were asked for). Try attention=flash, data.micro",
+            "the device has (peak use 7.5 GiB; the failed allocation needed 512.00 GiB). Try attention=flash, ",
             id="naive",
         ),
         pytest.param(
             GPU, "flash", "auto", 2**37, "",
-            "is free (peak 7.5 GiB; other processes use 128.0 GiB of the device). Try data.micro",
+            "is free (peak use 7.5 GiB; other processes use 128.0 GiB of the device). Try data.micro",
             id="shared-gpu",
         ),
     ],
@@ -86,7 +86,7 @@ def test_the_error_says_what_is_lacking_and_what_to_try(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_memory_can_run_out_in_other_libraries_than_torch(error, expected):
+def test_memory_can_run_out_in_libraries_other_than_torch(error, expected):
     assert is_out_of_memory(error) == expected
     if expected:
         assert kind_of(error) == "error"  # another rank is not the cause; fit raises an OutOfMemoryError

@@ -307,8 +307,8 @@ class Shifted(Numbered):
 
 def test_the_fingerprint_of_documents_depends_on_lengths_and_tokens():
     documents = Numbered([3, 5, 70]), Numbered([3, 5, 70]), Numbered([3, 6, 69]), Shifted([3, 5, 70])
-    same, other, longer, shifted = map(fingerprint, documents)
-    assert same == other and len({same, longer, shifted}) == 3
+    first, equal, other_lengths, other_tokens = map(fingerprint, documents)
+    assert first == equal and len({first, other_lengths, other_tokens}) == 3
 
 
 def chats_with_validation(tmp_path, lengths, **changes):

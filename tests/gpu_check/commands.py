@@ -1,10 +1,10 @@
-"""Runs commands that users type on one and two GPUs, and compares exit statuses and messages with what users expect.
+"""Runs users' commands on one or two GPUs, and checks their exit statuses and messages.
 
-    python -m tests.gpu_check.commands                # all commands, eight at a time on one GPU.
+    python -m tests.gpu_check.commands                # all commands; up to 8 one-GPU commands run at the same time.
     python -m tests.gpu_check.commands --only lora    # commands whose names contain this text.
 
 CI has no GPU. This program can find what the tests of CI cannot see. For example, LLVM replaces signal handlers when
-Triton compiles a kernel in the process of a run. Signals are sent when a run has printed a given text.
+Triton compiles a kernel in the process of a run. Some commands therefore get a signal when they have printed a text.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from scripts.bench.timing import require_gpu
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds for a command and its follow-ups
+LIMIT = 240  # seconds for all lines of a command
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ CHATS = (
     f"{RUN} experiment=finetune data.path={{chats}} model.pretrained={{base}} seq_len=256 batch_size=4 data.val_rows=2"
     " max_steps=8 data.cache_dir={cache}"
 )
-SAVES = "resumes from it"
-STATES = {
+SAVED_TEXT = "resumes from it"
+PRECISION_OF_OPTIMIZER = {
     "adamw": "trainer.precision=bf16-mixed",
     "adamw_8bit": "trainer.precision=bf16-mixed",
     "adamw_offload": "trainer.precision=bf16-mixed",
@@ -63,25 +63,28 @@ STATES = {
 }
 
 
-def newest(step: int) -> str:
+def checkpoint_of(step: int) -> str:
     """Returns the path of the checkpoint of a step."""
     return f"{{out}}/run/checkpoints/step_{step:07d}.ckpt"
 
 
-def resumed(line: str, steps: int = 8, more: int = 12, alone: bool = False) -> tuple[str, str]:
-    """Returns the line with `steps` steps, and a line that goes on to step `more`, on one GPU if `alone`."""
-    rest = f"{line.split(' trainer.devices=')[0] if alone else line} max_steps={more} ckpt_path={newest(steps)}"
-    return f"{line} max_steps={steps}", rest
+def resumed(line: str, alone: bool = False) -> tuple[str, str]:
+    """Returns two lines. The first trains 8 steps. The second goes on to step 12, on one GPU if `alone` is true."""
+    rest = line.split(" trainer.devices=")[0] if alone else line
+    return f"{line} max_steps=8", f"{rest} max_steps=12 ckpt_path={checkpoint_of(8)}"
 
 
 def stopped(name: str, line: str, number: signal.Signals, gpus: int = 1) -> Command:
-    return Command(name, (f"{line} max_steps=100000",), 128 + number, SAVES, ("step 6/", number), gpus)
+    return Command(name, (f"{line} max_steps=100000",), 128 + number, SAVED_TEXT, ("step 6/", number), gpus)
 
 
 ONE_GPU = [
     *(stopped(number.name, GPT2, number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)),
     Command("no-step", (f"{GPT2} max_steps=9",), 130, "no checkpoint was saved", ("validation:", signal.SIGINT)),
-    *(Command(name, resumed(f"{GPT2} optimizer={name} {precision}")) for name, precision in STATES.items()),
+    *(
+        Command(name, resumed(f"{GPT2} optimizer={name} {precision}"))
+        for name, precision in PRECISION_OF_OPTIMIZER.items()
+    ),
     Command("fp32", (f"{GPT2} trainer.precision=32-true max_steps=6",)),
     Command("float8", (f"{GPT2} lit_gpt.float8=tensorwise max_steps=6",)),
     Command("accumulates", (f"{GPT2} batch_size=8 data.micro_batch_size=2 max_steps=6 trainer.val_check_interval=3",)),
@@ -92,8 +95,8 @@ ONE_GPU = [
         "text",
         (
             f"{GPT2} data=text data.path=docs max_steps=6",
-            f"python -m scripts.generate {newest(6)} --prompt def --max-new-tokens 9",
-            f"python -m scripts.export_hf {newest(6)} {{out}}/exported",
+            f"python -m scripts.generate {checkpoint_of(6)} --prompt def --max-new-tokens 9",
+            f"python -m scripts.export_hf {checkpoint_of(6)} {{out}}/exported",
             "python -m scripts.generate {out}/exported --prompt def --max-new-tokens 9 --temperature 0.8",
         ),
     ),
@@ -201,7 +204,8 @@ def failure_of(command: Command, data: dict[str, str], folder: Path, gpus: str) 
 def run_all(commands: Sequence[Command], n_gpus: int, jobs: int, folder: Path) -> Iterator[tuple[Command, str]]:
     """Yields each command and its failure, or "", as soon as it has ended.
 
-    jobs: how many commands for one GPU, and how many for two GPUs, run at the same time.
+    jobs: the number of one-GPU commands that run at the same time, on all GPUs together. In addition, up to a third as
+    many two-GPU commands run, but at least one.
     """
     data = write_data(folder / "data")
     one_gpu = cycle(map(str, range(n_gpus)))
@@ -217,7 +221,7 @@ def run_all(commands: Sequence[Command], n_gpus: int, jobs: int, folder: Path) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the commands whose names contain this text")
-    parser.add_argument("--jobs", type=int, default=8, help="commands for one GPU that run at the same time")
+    parser.add_argument("--jobs", type=int, default=8, help="the number of one-GPU commands that run at the same time")
     parser.add_argument("--out", type=Path, help="a new folder for the logs; default: a temporary folder")
     arguments = parser.parse_args()
     require_gpu("tests.gpu_check.commands")

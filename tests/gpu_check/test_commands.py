@@ -25,7 +25,7 @@ def test_names_are_unique_and_settings_are_valid(tmp_path):
 
 
 SLOW = "import signal, sys, time; {}; print('ready', flush=True); time.sleep(60)"
-SAVES = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit('saved'))"
+EXIT_ON_SIGUSR1 = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit('saved'))"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,10 @@ SAVES = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit('saved'))"
         pytest.param("print(1)", Command("a", (), says="2"), "did not print: 2", id="says-something-else"),
         pytest.param("exit('no')", Command("a", ()), "exit status 1 instead of 0; the last line: no", id="fails"),
         pytest.param(
-            SLOW.format(SAVES), Command("a", (), 1, "saved", ("ready", signal.SIGUSR1)), "", id="handles-a-signal"
+            SLOW.format(EXIT_ON_SIGUSR1),
+            Command("a", (), 1, "saved", ("ready", signal.SIGUSR1)),
+            "",
+            id="handles-a-signal",
         ),
         pytest.param(
             SLOW.format("signal.signal(signal.SIGUSR1, signal.SIG_IGN)"),

@@ -258,7 +258,7 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
 
 
 @pytest.mark.parametrize("offload", [True, "all"])
-def test_a_buffer_that_cannot_be_pinned_is_the_only_error(offload, device, monkeypatch):
+def test_a_failed_pinning_causes_no_second_error(offload, device, monkeypatch):
     def take(pool: HostPool, nbytes: int) -> torch.Tensor:
         raise ValueError("pinning failed")
 

@@ -13,7 +13,8 @@ import numpy as np
 from fa_train.data.packing.report import PackingReport
 
 IGNORE_INDEX = -100
-HASHED_DOCUMENTS, HASHED_TOKENS = 64, 1024  # `fingerprint` reads the first tokens of some documents
+# `fingerprint` reads this many tokens of at least 64 documents, or of all documents if there are fewer
+SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 64, 1024
 
 
 class LossMask(Protocol):
@@ -44,10 +45,10 @@ class PackableDocuments(Protocol):
 
 
 def fingerprint(documents: PackableDocuments) -> str:
-    """Returns a hash of the lengths of all documents, and of tokens of some documents. Reads few tokens."""
+    """Returns a hash of all document lengths and of the first tokens of about 100 evenly spaced documents."""
     hashed = hashlib.blake2b(np.ascontiguousarray(documents.lengths, np.int64).data, digest_size=8)
-    for index in range(0, len(documents), max(1, len(documents) // HASHED_DOCUMENTS)):
-        hashed.update(np.ascontiguousarray(documents[index][:HASHED_TOKENS], np.int32).data)
+    for index in range(0, len(documents), max(1, len(documents) // SAMPLED_DOCUMENTS)):
+        hashed.update(np.ascontiguousarray(documents[index][:SAMPLED_TOKENS], np.int32).data)
     return hashed.hexdigest()
 
 

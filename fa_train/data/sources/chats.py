@@ -37,8 +37,8 @@ IN_A_MIXTURE = "; with data=mix, write data.sources.<name>.skip_invalid=true"  #
 SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt; the first that is not empty is used
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of LLaVA, LLaMA-Factory and TRL
-WANTED = ("label", "kto_tag")  # in datasets for KTO, these columns mark answers to avoid with false
-FALSE = ("false", "0", "0.0")  # the forms of false in lower case: as a text, and as a number
+MARKS = ("label", "kto_tag")  # columns of datasets for KTO, in which false marks an answer to avoid
+FALSE = ("false", "0", "0.0")  # how false can be written: as a text in lower case, or as a number
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
 
@@ -58,7 +58,7 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Returns the number of characters in all texts that the chat template gets."""
+        """Returns about how many characters the chat template gets. This number limits the sizes of batches."""
         return _characters([self.messages, self.tools, self.template_kwargs])
 
 
@@ -234,7 +234,9 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
     if present.get("chosen") and messages[-1]["role"] != "assistant":  # LLaMA-Factory's format for preferences
-        raise ValueError(f"a chat must contain its last answer; {where} has it in chosen. Add it to the messages")
+        raise ValueError(
+            f"a chat must end with an answer; {where} has it only in the column chosen. Append it to the messages"
+        )
     template_kwargs = _template_kwargs(present.get("chat_template_kwargs"), where)
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from, template_kwargs)
 
@@ -247,8 +249,8 @@ def _require_usable(row: Mapping[str, Any], where: str) -> None:
                 f"a chat must have only text; {where} has the column {name}. Remove the column to train without it"
             )
     if row.get("functions"):  # in OpenAI's old format; chat templates render tools
-        raise ValueError(f"a chat must have tools instead of functions; {where} has functions")
-    for name in WANTED:
+        raise ValueError(f"functions must be given as tools; {where} has the column functions")
+    for name in MARKS:
         if name == "label" and type(row.get(name)) in (int, float) and "prompt" not in row:
             continue  # such numbers are often classes, whereas rows of KTO have a prompt
         if str(row.get(name, True)).strip().lower() in FALSE:
@@ -423,7 +425,7 @@ def _encodable(value: Any) -> Any:
 
 
 def _characters(value: Any) -> int:
-    """Returns the number of characters in all texts of a JSON value."""
+    """Returns the number of characters in all keys and texts of a JSON value. Other values count as one character."""
     if isinstance(value, dict):
         return sum(map(_characters, value)) + sum(map(_characters, value.values()))
     if isinstance(value, list):

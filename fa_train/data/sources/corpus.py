@@ -257,7 +257,7 @@ class HFCorpus:
 def is_saved_dataset(path: str) -> bool:
     """Returns whether `path` is a folder that `save_to_disk` of the `datasets` library has written.
 
-    Returns False if the path cannot be read, so that the function that opens the path names it.
+    Returns False if the path cannot be read. The function that opens the path then raises an error that names it.
     """
     if not path.strip():  # an empty path would mean the current directory
         return False

@@ -146,7 +146,7 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
 
 
 def real_paths(paths: Iterable[Path]) -> Iterator[str]:
-    """Yields each path without links."""
+    """Yields each path with its links resolved, in the same order."""
     real_folder = cache(os.path.realpath)  # on some disks, it takes long to resolve all links in a path
     for path in paths:
         yield os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
@@ -347,7 +347,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
     number = 0
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
-            for value in batch.to_pylist(maps_as_pydicts="lossy"):  # of equal keys in a map, the last one counts
+            for value in batch.to_pylist(maps_as_pydicts="lossy"):  # if a map repeats a key, the last value is kept
                 number += 1
                 yield SourceRow(number, f"{path}, row {number}", value)
 

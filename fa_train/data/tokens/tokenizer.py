@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-# the beginnings of the names of a tokenizer's files
-FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template", "spiece")
+# the names of a tokenizer's files start with one of these texts
+FILE_PREFIXES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template", "spiece")
 ORIGIN = ("is_local", "local_files_only")  # settings of a saved tokenizer that say where it was loaded from
 
 
@@ -74,7 +74,7 @@ class HFTokenizer:
         try:
             # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
             self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # the tokenizers library raises a plain Exception, and damaged files a KeyError
+        except Exception as error:  # tokenizers raises a plain Exception; a damaged file can cause a KeyError
             if "trust_remote_code" in str(error):  # the error message advises to trust the code
                 raise ValueError(
                     f"{key} must be a tokenizer without Python code of its own; got {name}, whose code is never run"
@@ -155,15 +155,15 @@ class HFTokenizer:
 
 
 def _require_files(name: str, key: str) -> None:
-    """Checks the files of a tokenizer's folder. transformers ignores some files that are pipes or broken links.
+    """Raises: ValueError if a tokenizer file in the folder `name` is not a regular file, or is a broken link.
 
-    Raises: ValueError if one of them is not a file, or is a link that leads to nothing.
+    transformers would ignore some of these files.
     """
     folder = Path(name)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(FILES) and path.suffix and not path.is_file():
+        if path.name.startswith(FILE_PREFIXES) and path.suffix and not path.is_file():
             what = "a folder or a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
-            raise ValueError(f"{key} must be a folder whose tokenizer files are files; {path} is {what}")
+            raise ValueError(f"{key} must be a folder whose tokenizer files are regular files; {path} is {what}")
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:

@@ -92,7 +92,8 @@ def device_bytes(device: torch.device) -> int:
 def bytes_of_others(device: torch.device) -> int:
     """Returns how many bytes of a GPU's memory other processes use, or 0 if they use little or nothing.
 
-    CUDA does not tell which process uses how much. Less than `OUTSIDE_TORCH` can belong to this process.
+    CUDA reports only the total use. Up to `OUTSIDE_TORCH` of it can belong to this process, so smaller amounts count as
+    0. A larger result includes what this process uses outside torch's allocator.
     """
     if device.type != "cuda":
         return 0

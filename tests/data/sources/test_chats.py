@@ -275,10 +275,10 @@ def with_message(**changes):
         (with_message() | {"label": "False"}, "label must be true or absent, .*; .*line 2 has 'False'"),
         ({"instruction": "2", "output": "3", "kto_tag": 0}, "kto_tag must be true or absent, .*; .*line 2 has 0"),
         (with_message() | {"image": "a.jpg"}, "a chat must have only text; .*line 2 has the column image. Remove"),
-        (with_message() | {"functions": [TOOL]}, "must have tools instead of functions; .*line 2 has functions"),
+        (with_message() | {"functions": [TOOL]}, "functions must be given as tools; .*line 2 has the column functions"),
         (
             {"messages": [QUESTION, ANSWER, QUESTION], "chosen": ANSWER, "rejected": QUESTION},
-            "must contain its last answer; .*line 2 has it in chosen",
+            "must end with an answer; .*line 2 has it only in the column chosen",
         ),
         (PAIR | {"images": ["a.jpg"]}, "a chat must have only text; .*line 2 has the column images. Remove"),
         (PAIR | {"chat_template_kwargs": ["f"]}, r"chat_template_kwargs must be an object; .*line 2 has \['f'\]"),

@@ -158,7 +158,7 @@ def test_only_tested_versions_of_triton_are_recorded(version, known, asks_again,
         ("compilation", "instrumentation_mode", "consan"),
     ],
 )
-def test_a_tool_that_watches_launches_is_noticed(knobs, name, value, monkeypatch):
+def test_tools_and_modes_that_need_tritons_launcher_are_noticed(knobs, name, value, monkeypatch):
     assert not triton_launcher.has_launch_hooks()
     monkeypatch.setattr(getattr(triton_launcher.triton.knobs, knobs), name, value)
     assert triton_launcher.has_launch_hooks()

@@ -26,10 +26,10 @@ CUDA = torch.device("cuda")
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "device_bytes", lambda device: int(139.8 * GIB))
     monkeypatch.setattr(planner, "available_host_bytes", lambda: HOST)
-    of_gpu(monkeypatch, free=138 * GIB)
+    set_gpu_memory(monkeypatch, free=138 * GIB)
 
 
-def of_gpu(monkeypatch: pytest.MonkeyPatch, *, free: int, reserved: int = 0) -> None:
+def set_gpu_memory(monkeypatch: pytest.MonkeyPatch, *, free: int, reserved: int = 0) -> None:
     """Makes an H200 tell how much of its memory is free, and torch how much of it this process has reserved."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 140 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
@@ -92,9 +92,9 @@ def test_memory_that_other_processes_use_is_not_planned(monkeypatch):
     plan = changed(LLAMA_1B, seq_len=2**16)
     alone = planner.fastest_levers(plan, CUDA, 1)
     assert not alone.offload and "other processes" not in planner.summary(predict(plan), CUDA, 1, "flash")
-    of_gpu(monkeypatch, free=38 * GIB, reserved=100 * GIB)
+    set_gpu_memory(monkeypatch, free=38 * GIB, reserved=100 * GIB)
     assert planner.bytes_of_others(CUDA) == 0 and planner.fastest_levers(plan, CUDA, 1) == alone
-    of_gpu(monkeypatch, free=30 * GIB, reserved=10 * GIB)
+    set_gpu_memory(monkeypatch, free=30 * GIB, reserved=10 * GIB)
     assert planner.fastest_levers(plan, CUDA, 1) == Levers("selective", False, None) != alone
     planned, *_, longest, others = planner.summary(predict(plan), CUDA, 1, "flash").splitlines()
     assert "of 39.8 GiB" in planned and others == "  other processes use 100.0 of the 139.8 GiB of cuda"

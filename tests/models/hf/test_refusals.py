@@ -159,7 +159,7 @@ def test_a_transposed_tensor_of_another_shape_is_named(checkpoint):
 
 
 @pytest.mark.parametrize("module", ["self_attn.v_proj", "self_attn.o_proj", "input_layernorm"])
-def test_matrices_must_be_of_one_dtype(module, checkpoint):
+def test_only_norms_may_have_another_dtype(module, checkpoint):
     path = checkpoint("llama") / "model.safetensors"
     name = f"model.layers.1.{module}.weight"
     tensors = load_file(path)
