@@ -40,8 +40,8 @@ class GPT(nn.Module):
 
     memory: the settings that reduce GPU memory, or None to use none of them.
     config: the fields of fa_train.models.config.ModelConfig, which the YAML files in conf/model set.
-    Raises: ValueError if ModelConfig rejects a value, or `attention` is not a function or does not support the model's
-    soft cap.
+    Raises: ValueError if ModelConfig rejects a value, or `attention` is not a function, has parameters of its own or
+    does not support the model's soft cap.
     """
 
     origin: Origin | None = None  # the checkpoint from which the weights were loaded, or None if the weights are random
@@ -56,6 +56,12 @@ class GPT(nn.Module):
         self.config = ModelConfig(**config)
         if not callable(attention):
             raise ValueError(f"attention must be a function, such as sdpa_attention; got {attention}")
+        if isinstance(attention, nn.Module) and (names := [name for name, _ in attention.named_parameters()]):
+            # all layers would share the parameters, and `materialise` would leave them uninitialised
+            raise ValueError(
+                "attention must be a function, or a module without parameters; "
+                f"got {type(attention).__name__} with the parameters {', '.join(names)}"
+            )
         extras = self.config.extras
         require_softcap(attention, extras.softcap)
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory

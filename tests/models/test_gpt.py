@@ -384,6 +384,11 @@ def test_loading_with_assign_keeps_the_head_tied():
         ),
         pytest.param({"family": {"softcap": 5.0}}, "model.family must be a Family or None; got a dict", id="family"),
         pytest.param({"attention": "sdpa"}, "attention must be a function, .*; got sdpa", id="attention"),
+        pytest.param(
+            {"attention": nn.MultiheadAttention(4, 2)},
+            "attention must be .* without parameters; got MultiheadAttention with the parameters in_proj_weight, ",
+            id="attention-with-weights",
+        ),
         pytest.param({"family": Family(softcap=50.0)}, "attention=sdpa cannot cap scores", id="sdpa-softcap"),
         pytest.param(
             {"positions": "learned", "rope_scaling": LINEAR}, "rope_scaling needs model.positions=rope", id="scaling"
