@@ -250,6 +250,12 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 "~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"
             ),
             pytest.param(
+                "scheduler._partial_=false",
+                "scheduler.optimizer must be .*; got nothing. If train.py passes optimizer, add _partial_: true to "
+                "scheduler$",
+                id="not-partial",
+            ),
+            pytest.param(
                 "model._target_=fa_train.nowhere",
                 "model._target_ must be a name that can be imported; got fa_train.nowhere",
                 id="target",
