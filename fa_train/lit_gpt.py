@@ -121,6 +121,7 @@ class LitGPT(L.LightningModule):
     def _start_sums(self, device: torch.device) -> None:
         """Sets all sums and counts of a run to their initial values."""
         self.micro_batch_tokens = 0  # the number of tokens in rank 0's first micro-batch, or 0 if none has run yet
+        self._scaled_step = -1  # the step whose gradients `configure_gradient_clipping` rescaled last
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # a step's loss, labels and attention_pairs
         self.total_pairs = torch.zeros((), dtype=torch.float64, device=device)
@@ -185,13 +186,21 @@ class LitGPT(L.LightningModule):
         be multiplied by 16 / 8. In the code, 16 is `nominal` and 8 is `labels`.
 
         Lightning calls this hook between the backward pass and the optimizer's update.
-        Raises: ValueError if no micro-batch was passed to LitGPT.training_step.
+        Raises: ValueError if no micro-batch was passed to LitGPT.training_step, or if the optimizer evaluates the loss
+        again in a step of several micro-batches.
         """
         if not self.micro_batch_tokens:
             raise ValueError(
                 f"{type(self).__name__}.training_step must call LitGPT.training_step, which counts tokens and labels; "
                 "got no call. To compute another loss, override loss_sum instead of training_step"
             )
+        micro_batches, step = self.trainer.accumulate_grad_batches, self.trainer.global_step
+        if micro_batches > 1 and self._scaled_step == step:  # Lightning has repeated only the last micro-batch
+            raise ValueError(
+                f"{type(optimizer).__name__} computes the loss several times in a step, so a step must have one "
+                f"micro-batch per device; got {micro_batches}. Increase data.micro_batch_size"
+            )
+        self._scaled_step = step
         loss, labels, pairs = self._of_all_ranks(self._sums)
         self._sums.zero_()
         self.step_loss = loss / labels  # the loss is NaN in a step without labels
@@ -257,6 +266,7 @@ class LitGPT(L.LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         forget_scale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         optimizer.zero_grad(set_to_none=True)
+        self._scaled_step = -1  # Lightning's tuners train step 0 more than once
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._val_sums += torch.stack([self.loss_sum(batch).double(), count_labels(batch["labels"])])

@@ -1,5 +1,6 @@
 """Tests LitGPT as a library: users' own micro-batches and losses, and the parts of Lightning other than trainer.fit."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +88,15 @@ def test_an_own_loss_overrides_loss_sum(tmp_path):
     for lit in (own, usual):
         trainer_in(tmp_path).fit(lit, loader(rows))
     torch.testing.assert_close(own.step_grad_norm, usual.step_grad_norm / 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_optimizer_that_repeats_the_loss_needs_steps_of_one_micro_batch(micro_batches, tmp_path):
+    """Lightning would repeat only the last micro-batch, and add its gradients to rescaled gradients."""
+    lit = LitGPT(**arguments(small()) | {"optimizer": partial(torch.optim.LBFGS, max_iter=2)})
+    message = r"LBFGS computes the loss several times .* one micro-batch per device; got 2\. Increase"
+    with nullcontext() if micro_batches == 1 else pytest.raises(ValueError, match=message):
+        trainer_in(tmp_path, accumulate_grad_batches=micro_batches, max_steps=2).fit(lit, loader(batches(4)))
 
 
 def test_the_optimizer_keeps_no_scale_after_a_step(tmp_path):
