@@ -160,7 +160,7 @@ def save_pretrained(
     file.
     config.json is written last, so an unfinished folder does not contain config.json.
     Raises: ValueError if the folder already contains a model, no supported family matches the model, the model has no
-    weights, or a weight is NaN or infinite in the dtype that is written.
+    weights, its adapters are not merged, or a weight is NaN or infinite in the dtype that is written.
     """
     model.require_weights()
     folder = Path(folder)

@@ -39,6 +39,7 @@ def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
     """Returns {name of a checkpoint tensor: the rows of the model's parameter that hold this tensor}.
 
     The result has no entry for a tied head, because a tied head shares the embedding's weight.
+    Raises: ValueError if the model has a parameter that the checkpoint has no place for, such as that of an adapter.
     """
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
@@ -58,7 +59,11 @@ def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
                 is_matrix = kind == "weight" and transposed
                 places[f"{name}.{kind}"] = Place(f"{ours}.{kind}", slice(start, start + count), is_matrix)
                 start += count
-    assert not parameters, f"not in the layout: {', '.join(parameters)}"
+    if parameters:
+        raise ValueError(
+            "the model must have only the weights of its family, and adapters must be merged (fa_train.models.lora."
+            f"merge); got {', '.join(list(parameters)[:3])}{' and others' if len(parameters) > 3 else ''}"
+        )
     return places
 
 

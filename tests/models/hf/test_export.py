@@ -24,6 +24,7 @@ from fa_train.models.config import Family
 from fa_train.models.hf.export import tokenizer_of, write
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.hf.weights import save_tensors
+from fa_train.models.lora import LoRA, merge
 from tests.data.support.chats import CHATML, chat_tokenizer
 from tests.models.hf.support.checkpoints import (
     FAMILIES,
@@ -61,6 +62,14 @@ def test_trained_weights_are_exported(name, checkpoint, tmp_path):
             parameter.sub_(parameter.grad, alpha=1e-3)
         save_pretrained(model, tmp_path / "exported")
         assert_relatively_close(model(stream), theirs(tmp_path / "exported", stream))
+
+
+def test_adapters_must_be_merged_before_an_export(tmp_path):
+    settings = dict(r=2, lora_alpha=4, lora_dropout=0.0, use_rslora=False, quantization=None, path=None)
+    model = LoRA(target_modules=["q_proj"], **settings)(build(n_layers=1))
+    with pytest.raises(ValueError, match=r"adapters must be merged \(fa_train.models.lora.merge\); got blocks.0"):
+        save_pretrained(model, tmp_path / "exported")
+    save_pretrained(merge(model), tmp_path / "exported")
 
 
 def test_an_export_does_not_mix_with_another(checkpoint):
