@@ -24,7 +24,7 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "6"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
+VALIDITY = "7"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("tool", "system", "developer")  # without an empty one, some templates add a system prompt
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
@@ -251,9 +251,10 @@ def _require_usable(row: Mapping[str, Any], where: str) -> None:
     if row.get("functions"):  # in OpenAI's old format; chat templates render tools
         raise ValueError(f"functions must be given as tools; {where} has the column functions")
     for name in MARKS:
-        if name == "label" and type(row.get(name)) in (int, float) and "prompt" not in row:
-            continue  # such numbers are often classes, whereas rows of KTO have a prompt
-        if str(row.get(name, True)).strip().lower() in FALSE:
+        given = str(row.get(name, True)).strip().lower()
+        if name == "label" and given != FALSE[0] and "prompt" not in row:
+            continue  # such numbers, texts in CSV files, are often classes, whereas rows of KTO have a prompt
+        if given in FALSE:
             raise ValueError(
                 f"{name} must be true or absent, because false marks an answer to avoid; {where} has {row[name]!r}. "
                 f"Rename {name} if it has another meaning"

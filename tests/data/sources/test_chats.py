@@ -35,6 +35,7 @@ def test_all_formats_give_the_same_chat():
         question,
         PAIR | {"tools": None, "id": 3, "label": True, "images": [], "image": None},
         alpaca | {"kto_tag": "true", "label": 0, "image": ""},
+        alpaca | {"label": "0"},
     ]
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth, nulls):
         chat = parse_chat(row, "")
