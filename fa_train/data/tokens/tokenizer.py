@@ -159,10 +159,13 @@ def _require_files(name: str, key: str) -> None:
 
     transformers would ignore some of these files.
     """
-    folder = Path(name)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(FILE_PREFIXES) and path.suffix and not path.is_file():
-            what = "a folder or a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
+    try:
+        paths = sorted(Path(name).iterdir())
+    except OSError:  # for example, a name of the hub, or a folder without permission; transformers names the mistake
+        return
+    for path in paths:
+        if path.name.startswith(FILE_PREFIXES) and path.suffix and not path.is_file() and not path.is_dir():
+            what = "a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
             raise ValueError(f"{key} must be a folder whose tokenizer files are regular files; {path} is {what}")
 
 

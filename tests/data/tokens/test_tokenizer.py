@@ -91,6 +91,11 @@ def test_a_pipe_or_a_broken_link_is_not_ignored(file, tmp_path):
         HFTokenizer(str(tmp_path))
 
 
+def test_a_name_that_no_file_can_have_is_one_error():
+    with pytest.raises(ValueError, match=r"data\.tokenizer must be a folder or hub name .*; got aaa"):
+        HFTokenizer("a" * 300)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
