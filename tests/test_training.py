@@ -77,20 +77,25 @@ def test_a_job_of_a_sweep_compiles_for_its_own_shapes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "has_gpu"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. GPU 0 has 1.5 GiB free. Of the allocated memory 0 bytes"),
-        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has 1.5 GiB free. Of the allocated memory 0 bytes"), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
+        (MemoryError(), False),
     ],
-    ids=["weights", "context"],
+    ids=["weights", "context", "host"],
 )
-def test_too_little_memory_for_the_model_is_a_one_line_error(error, tmp_path, monkeypatch):
+def test_too_little_memory_for_the_model_is_a_one_line_error(error, has_gpu, tmp_path, monkeypatch):
     def built(cfg, vocab_size):
         raise error
 
     monkeypatch.setattr(training, "build_model", built)
+    monkeypatch.setattr("fa_train.callbacks.out_of_memory.torch.cuda.is_available", lambda: has_gpu)
     said = r"built: CUDA (out of memory\. GPU 0 has 1\.5 GiB free|error: out of memory)\. Other processes may use"
-    with composed(tmp_path, *tiny(tmp_path)) as cfg, pytest.raises(ValueError, match=said) as raised:
+    with (
+        composed(tmp_path, *tiny(tmp_path), "trainer.accelerator=cpu") as cfg,
+        pytest.raises(ValueError, match=said if has_gpu else "built: out of memory$") as raised,
+    ):
         training.train(cfg)
     assert is_out_of_memory(raised.value), "scripts/ablation/multirun.py must record the result oom"
 

@@ -73,9 +73,9 @@ class OutOfMemory(Callback):
 
 @contextmanager
 def model_must_fit() -> Iterator[None]:
-    """Raises: ValueError instead of an out-of-memory error inside this context, in which a model is built.
+    """Raises: ValueError instead of an out-of-memory error inside this context, in which a run is built.
 
-    The planner may have accepted the model, because it refuses no run because of other processes on the GPU.
+    The planner may have accepted the model, because it refuses no run for the memory that other processes use.
     """
     try:
         yield
@@ -83,9 +83,9 @@ def model_must_fit() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         reported = str(error).partition("\n")[0].partition(" Of the allocated memory")[0]
+        hint = ". Other processes may use the GPU; `nvidia-smi` lists them" if torch.cuda.is_available() else ""
         raise ValueError(
-            f"memory ran out while the model was built: {reported.rstrip('.') or 'out of memory'}. Other processes may "
-            "use the GPU; `nvidia-smi` lists them"
+            f"memory ran out while the model and its data were built: {reported.rstrip('.') or 'out of memory'}{hint}"
         ) from error
 
 
