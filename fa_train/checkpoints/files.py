@@ -30,6 +30,8 @@ UNREADABLE = (
     OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError,
     pickle.UnpicklingError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
+# the errors that torch.save raises for values that pickle refuses, such as functions and locks
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 class CheckpointError(ValueError):
@@ -45,8 +47,12 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_and_flush(content, path)
-        if _forbidden_name(path):
+        try:
+            _write_and_flush(content, path)
+            is_readable = not _forbidden_name(path)
+        except UNPICKLABLE:
+            is_readable = False
+        if not is_readable:
             _write_and_flush({**content, CALLBACKS: readable_states(content.get(CALLBACKS, {}))}, path)
             if name := _forbidden_name(path):
                 print(f"warning: no run can resume from a checkpoint with {name}; {ALLOWED}", flush=True)
@@ -83,9 +89,13 @@ def readable_states(states: Mapping[str, Any]) -> dict[str, Any]:
     readable = {}
     for callback, state in states.items():
         file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        if name := _forbidden_name(file):
+        try:
+            torch.save(state, file)
+            file.seek(0)
+            name = _forbidden_name(file)
+        except UNPICKLABLE as error:
+            name = str(error)
+        if name:
             print(f"warning: the checkpoint has no state of {callback}; {ALLOWED}; got {name}", flush=True)
         else:
             readable[callback] = state

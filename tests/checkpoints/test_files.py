@@ -8,6 +8,7 @@ import resource
 import shlex
 import shutil
 import tempfile
+import threading
 import zipfile
 from contextlib import nullcontext
 from enum import Enum
@@ -395,12 +396,20 @@ def test_the_first_difference_of_two_models_is_named(theirs, difference):
         require_same_shapes({"a": (2,), "b": (3,)}, theirs, "x.ckpt")
 
 
-def test_a_callback_whose_state_cannot_be_read_does_not_spoil_the_checkpoint(tmp_path, capsys):
-    states = {"Mine": {"best": np.float64(1.5)}, "Other": {"best": 1.5, "weights": torch.ones(2)}}
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        pytest.param(np.float64(1.5), r"numpy\.\S+\.scalar", id="numpy"),
+        pytest.param(lambda: 1.5, "Can't pickle .*", id="function"),
+        pytest.param(threading.Lock(), "cannot pickle .*", id="lock"),
+    ],
+)
+def test_a_callback_whose_state_cannot_be_read_does_not_spoil_the_checkpoint(value, named, tmp_path, capsys):
+    states = {"Mine": {"best": value}, "Other": {"best": 1.5, "weights": torch.ones(2)}}
     write_file({"global_step": 1, "callbacks": states}, tmp_path / "x.ckpt")
     assert read_file(tmp_path / "x.ckpt")["callbacks"].keys() == {"Other"}
     [line] = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"warning: the checkpoint has no state of Mine; .*; got numpy\.\S+\.scalar", line)
+    assert re.fullmatch(f"warning: the checkpoint has no state of Mine; .*; got {named}", line)
     write_file({"global_step": 1, "of_module": np.float64(1.5)}, tmp_path / "x.ckpt")
     assert "no run can resume from a checkpoint with numpy" in capsys.readouterr().out
 
