@@ -37,7 +37,7 @@ def test_ranks_plan_a_checkpoint_without_gpu_memory(tmp_path, monkeypatch):
         original = getattr(dcp, name)
 
         def noted(*values, original=original, process_group, **options):
-            groups.append((dist.get_backend(process_group), process_group is dist.group.WORLD))
+            groups.append((dist.get_backend(process_group), process_group in (None, dist.group.WORLD)))
             return original(*values, process_group=process_group, **options)
 
         monkeypatch.setattr(dcp, name, noted)
