@@ -250,10 +250,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 "~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"
             ),
             pytest.param(
-                "scheduler._partial_=false",
-                "scheduler.optimizer must be .*; got nothing. If train.py passes optimizer, add _partial_: true to "
-                "scheduler$",
-                id="not-partial",
+                "scheduler._partial_=false", "got nothing. If .*, add _partial_: true to scheduler$", id="full"
             ),
             pytest.param(
                 "model._target_=fa_train.nowhere",

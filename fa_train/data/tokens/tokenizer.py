@@ -13,6 +13,7 @@ import numpy as np
 
 # the names of a tokenizer's files start with one of these texts
 FILE_PREFIXES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template", "spiece")
+FILE_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 ORIGIN = ("is_local", "local_files_only")  # settings of a saved tokenizer that say where it was loaded from
 
 
@@ -164,8 +165,8 @@ def _require_files(name: str, key: str) -> None:
     except OSError:  # for example, a name of the hub, or a folder without permission; transformers names the mistake
         return
     for path in paths:
-        if path.name.startswith(FILE_PREFIXES) and path.suffix and not path.is_file() and not path.is_dir():
-            what = "a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
+        if path.name.startswith(FILE_PREFIXES) and path.suffix in FILE_SUFFIXES and not path.is_file():
+            what = "a folder or a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
             raise ValueError(f"{key} must be a folder whose tokenizer files are regular files; {path} is {what}")
 
 
