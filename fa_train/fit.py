@@ -24,9 +24,9 @@ def fit(
 
     A run without fsdp frees the weights and the optimizer states at its end, so the model cannot be used afterwards.
 
-    A signal ends the process with exit status 128 plus the signal's number. In a run of one process, this also holds if
-    the last step fails with an error other than ValueError, unless HYDRA_FULL_ERROR=1 is set. If training diverges, all
-    ranks raise DivergedError.
+    A signal ends the process with exit status 128 plus the signal's number. In a run of one process, an error between
+    the signal and the end of the run does not change this status, unless `fit` raises one of the errors below, or
+    HYDRA_FULL_ERROR=1 is set. If training diverges, all ranks raise DivergedError.
     Raises: KeyboardInterrupt if Ctrl-C comes before training starts. ValueError if Lightning refuses a setting, for
     example a callback that needs a logger. ValueError if the run's folder was removed during the run. OutOfMemoryError
     if this rank ran out of memory in a run of several ranks. OutOfMemoryError ends the other ranks, which would

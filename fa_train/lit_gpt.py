@@ -266,7 +266,8 @@ class LitGPT(L.LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         forget_scale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         optimizer.zero_grad(set_to_none=True)
-        self._scaled_step = -1  # Lightning's tuners train step 0 more than once
+        # Lightning's tuners repeat step 0. Without this reset, a repetition would look like a repeated loss.
+        self._scaled_step = -1
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._val_sums += torch.stack([self.loss_sum(batch).double(), count_labels(batch["labels"])])

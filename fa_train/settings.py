@@ -110,7 +110,7 @@ class Root(TypedDict):
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
-PARTIAL = ("attention", "adapter", "optimizer", "scheduler")  # nodes that usually need `_partial_: true`
+PARTIAL = ("attention", "adapter", "optimizer", "scheduler")  # nodes whose missing arguments the program passes later
 # keys that a config may lack, because train.py itself passes their values when it instantiates the nodes
 GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
 # {class of another package: {parameter: type hint}}
@@ -237,7 +237,7 @@ def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterat
             yield from _entries_of_value(key, values[name], hint | None if key in GIVEN_LATER else hint)
         elif name in keys.required and key not in GIVEN_LATER:
             is_called = node in PARTIAL and values.get("_partial_") is not True
-            partial = f". If train.py passes {name}, add _partial_: true to {node}" if is_called else ""
+            partial = f". If the program passes {name} later, add _partial_: true to {node}" if is_called else ""
             raise ValueError(f"{key} must be {wanted(hint)}; got nothing{partial}")
 
 

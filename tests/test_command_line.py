@@ -4,6 +4,7 @@ import re
 
 import pytest
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
@@ -61,7 +62,8 @@ def test_the_options_are_those_of_hydra():
     assert actions.keys() - set(FLAGS) == set(VALUED)
 
 
-def test_the_folder_of_a_multirun_cannot_contain_the_name_of_a_run():
+def test_the_folder_of_a_multirun_cannot_contain_the_name_of_a_run(monkeypatch):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # an earlier test may have set it
     setup_globals()  # registers the resolver `hydra`
     config = OmegaConf.create({"folder": "sw/${hydra:runtime.choices.model}"})
     with pytest.raises(ValueError, match="HydraConfig was not set") as unset:

@@ -70,9 +70,8 @@ class GracefulInterrupt(Callback):
     ) -> None:
         # When Triton compiles its first kernel, LLVM replaces signal handlers without Python's knowledge. LLVM's
         # handler of SIGUSR1 does nothing, and its other handlers call Python's.
-        if (
-            signal.getsignal(signal.SIGUSR1) == self._on_signal
-        ):  # False if a callback of the user has set its own handler
+        is_ours = signal.getsignal(signal.SIGUSR1) == self._on_signal  # False if a user's callback has replaced it
+        if is_ours:
             signal.signal(signal.SIGUSR1, self._on_signal)
 
     def on_validation_batch_end(

@@ -73,9 +73,9 @@ class OutOfMemory(Callback):
 
 @contextmanager
 def model_must_fit() -> Iterator[None]:
-    """Raises: ValueError instead of an out-of-memory error inside this context, in which a run is built.
+    """A context for building a run. Raises: ValueError instead of an out-of-memory error.
 
-    The planner may have accepted the model, because it refuses no run for the memory that other processes use.
+    The planner may have accepted the run, because its check ignores the memory that other processes use.
     """
     try:
         yield

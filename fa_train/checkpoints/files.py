@@ -39,11 +39,12 @@ class CheckpointError(ValueError):
 
 
 def write_file(content: Mapping[str, Any], path: Path) -> None:
-    """Writes `content` with torch.save and flushes the file to the disk. Makes no copy of `content` in memory.
+    """Writes `content` with torch.save and flushes the file to the disk.
 
-    `read_file` unpickles only tensors and plain values. If a callback's state has values of another type, the state is
-    left out, with a warning. If other entries have such values, a warning says that no run can resume from the file.
-    Raises: CheckpointError if writing fails. An unfinished file is removed.
+    `read_file` unpickles only tensors and plain values. A callback's state with other values is left out, and a warning
+    is printed. If another entry has such values, a warning says that no run can resume from the file.
+    Raises: CheckpointError if writing fails, or pickle's error if pickle refuses another entry. An unfinished file is
+    removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
             _write_and_flush({**content, CALLBACKS: readable_states(content.get(CALLBACKS, {}))}, path)
             if name := _forbidden_name(path):
                 print(f"warning: no run can resume from a checkpoint with {name}; {ALLOWED}", flush=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, *UNPICKLABLE) as error:
         with suppress(OSError):  # remove fails if, for example, the file system is now read-only
             remove(path)
         raise not_written(path, error) from error
@@ -94,7 +95,7 @@ def readable_states(states: Mapping[str, Any]) -> dict[str, Any]:
             file.seek(0)
             name = _forbidden_name(file)
         except UNPICKLABLE as error:
-            name = str(error)
+            name = f"a value that pickle refuses ({error})"
         if name:
             print(f"warning: the checkpoint has no state of {callback}; {ALLOWED}; got {name}", flush=True)
         else:

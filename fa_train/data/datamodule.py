@@ -269,7 +269,7 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that determine the rows, the numbers of rows, and hashes of tokenizer and documents.
+        """Returns the numbers of rows, hashes of the tokenizer and the documents, and the settings behind the rows.
 
         The entry `tokenizer` has hashes of the tokenizer. A resumed run compares them with those of its tokenizer, and
         an export with those of the tokenizer that it writes.

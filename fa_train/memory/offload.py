@@ -177,9 +177,8 @@ class _SavedStorage:
         """Starts the copy to the host. `in_flight` holds the GPU memory until the copy has ended."""
         storage = self.storage
         assert storage is not None
-        self.buffer = pool.take(
-            storage.nbytes
-        )  # before self.pool is set: after an error, __del__ must give back nothing
+        # pool.take can raise an error. self.pool is set only afterwards, so that __del__ then gives no buffer back.
+        self.buffer = pool.take(storage.nbytes)
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
         self.host = self.buffer[: storage.nbytes]
         if copies is None:

@@ -40,8 +40,8 @@ class GPT(nn.Module):
 
     memory: the settings that reduce GPU memory, or None to use none of them.
     config: the fields of fa_train.models.config.ModelConfig, which the YAML files in conf/model set.
-    Raises: ValueError if ModelConfig rejects a value, or `attention` is not a function, has parameters of its own or
-    does not support the model's soft cap.
+    Raises: ValueError if ModelConfig rejects a value, if `attention` is not callable or is a module with parameters, or
+    if `attention` does not support the model's soft cap.
     """
 
     origin: Origin | None = None  # the checkpoint from which the weights were loaded, or None if the weights are random

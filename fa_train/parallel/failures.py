@@ -151,8 +151,8 @@ def _shared(kind: Kind, message: str) -> str:
 def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> Kind:
     """Classifies an error. A lost connection counts as the consequence of another rank's failure.
 
-    If GPU memory runs out, NCCL raises the same type of error as after a lost connection. Such an error has the kind
-    "error".
+    NCCL raises a DistError after a lost connection, and also if GPU memory runs out. In the second case, the message
+    has "out of memory", and the kind is "error". The kind "out of memory" is only for OutOfMemoryError.
     """
     if isinstance(error, OutOfMemoryError):
         return "out of memory"

@@ -135,7 +135,7 @@ def require_same_gpu(gpu: str, folder: Path, *, has_results: bool, key: str) -> 
     """
     file = folder / "gpu.txt"
     if has_results and file.exists() and (found := file.read_text(encoding="utf-8").strip()) != gpu:
-        raise ValueError(f"{key} must be a folder for {gpu}; got {folder}, whose results are of {found}")
+        raise ValueError(f"{key} must be a folder with results of {gpu}; got {folder}, whose results are of {found}")
     file.write_text(gpu + "\n", encoding="utf-8")
 
 

@@ -113,7 +113,7 @@ class Stops(Callback):
             trainer.should_stop = True
 
 
-# two calls of Agreement.largest after each of setup_data, on_run_start, setup_data of the epoch, and reset
+# Lightning calls setup_data, on_run_start, setup_data again, and reset. Agreement.largest runs twice after each.
 BEFORE_TRAINING = 8
 
 
@@ -169,7 +169,7 @@ def test_a_signal_to_another_rank_ends_the_run_without_a_validation(tmp_path, mo
 
 @pytest.mark.parametrize("of_user", [False, True], ids=["ours", "of-a-callback"])
 def test_sigusr1_ends_the_run_although_a_compiler_replaced_the_handler(of_user, tmp_path):
-    """LLVM replaces the handler in C, and Python does not notice. This test makes C ignore SIGUSR1 in place of LLVM."""
+    """LLVM replaces the handler in C, and Python does not notice. This test calls C's `signal` to do the same."""
     handled = []
 
     class Sends(Callback):
@@ -209,7 +209,7 @@ def test_a_signal_ends_a_run_that_may_not_stop_yet(monkeypatch):
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_strategy_says(monkeypatch):
-    """NCCL does not block the host. A rank therefore waits for other ranks in the small collectives of gloo."""
+    """NCCL does not block the host, but gloo does, so the groups of gloo need the strategy's timeout."""
     timeouts = []
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeouts.append(timeout))
     strategy = DDPStrategy(timeout=timedelta(minutes=30))

@@ -28,7 +28,7 @@ from scripts.bench.timing import require_gpu
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds for all lines of a command
+LIMIT = 240  # seconds for all command lines of a Command together
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def failure_of(command: Command, data: dict[str, str], folder: Path, gpus: str) 
 def run_all(commands: Sequence[Command], n_gpus: int, jobs: int, folder: Path) -> Iterator[tuple[Command, str]]:
     """Yields each command and its failure, or "", as soon as it has ended.
 
-    jobs: the number of one-GPU commands that run at the same time, on all GPUs together. In addition, up to a third as
-    many two-GPU commands run, but at least one.
+    jobs: the largest number of one-GPU commands that run at the same time, on all GPUs together. At the same time,
+    max(jobs // 3, 1) two-GPU commands can run.
     """
     data = write_data(folder / "data")
     one_gpu = cycle(map(str, range(n_gpus)))

@@ -13,7 +13,7 @@ import numpy as np
 from fa_train.data.packing.report import PackingReport
 
 IGNORE_INDEX = -100
-# `fingerprint` reads this many tokens of at least 64 documents, or of all documents if there are fewer
+# `fingerprint` samples at least 64 documents if there are as many, and at most 1024 tokens of each
 SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 64, 1024
 
 
@@ -45,7 +45,7 @@ class PackableDocuments(Protocol):
 
 
 def fingerprint(documents: PackableDocuments) -> str:
-    """Returns a hash of all document lengths and of the first tokens of about 100 evenly spaced documents."""
+    """Returns a hash of all document lengths, and of the first tokens of at most 127 evenly spaced documents."""
     hashed = hashlib.blake2b(np.ascontiguousarray(documents.lengths, np.int64).data, digest_size=8)
     for index in range(0, len(documents), max(1, len(documents) // SAMPLED_DOCUMENTS)):
         hashed.update(np.ascontiguousarray(documents[index][:SAMPLED_TOKENS], np.int32).data)

@@ -253,7 +253,7 @@ def _require_usable(row: Mapping[str, Any], where: str) -> None:
     for name in MARKS:
         given = str(row.get(name, True)).strip().lower()
         if name == "label" and given != FALSE[0] and "prompt" not in row:
-            continue  # such numbers, texts in CSV files, are often classes, whereas rows of KTO have a prompt
+            continue  # without a prompt, 0 is often a class, and CSV files hold it as text; rows of KTO have a prompt
         if given in FALSE:
             raise ValueError(
                 f"{name} must be true or absent, because false marks an answer to avoid; {where} has {row[name]!r}. "

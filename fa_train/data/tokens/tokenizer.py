@@ -75,7 +75,7 @@ class HFTokenizer:
         try:
             # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
             self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # tokenizers raises a plain Exception; a damaged file can cause a KeyError
+        except Exception as error:  # the library `tokenizers` raises Exception; damaged files can cause a KeyError
             if "trust_remote_code" in str(error):  # the error message advises to trust the code
                 raise ValueError(
                     f"{key} must be a tokenizer without Python code of its own; got {name}, whose code is never run"
@@ -162,7 +162,7 @@ def _require_files(name: str, key: str) -> None:
     """
     try:
         paths = sorted(Path(name).iterdir())
-    except OSError:  # for example, a name of the hub, or a folder without permission; transformers names the mistake
+    except OSError:  # a name of the hub, or a folder that cannot be read, for which transformers raises an error
         return
     for path in paths:
         if path.name.startswith(FILE_PREFIXES) and path.suffix in FILE_SUFFIXES and not path.is_file():

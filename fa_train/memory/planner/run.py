@@ -92,8 +92,8 @@ def device_bytes(device: torch.device) -> int:
 def bytes_of_others(device: torch.device) -> int:
     """Returns how many bytes of a GPU's memory other processes use, or 0 if they use little or nothing.
 
-    CUDA reports only the total use. Up to `OUTSIDE_TORCH` of it can belong to this process, so smaller amounts count as
-    0. A larger result includes what this process uses outside torch's allocator.
+    CUDA reports only the total use. The function subtracts what torch's allocator has reserved in this process. Up to
+    `OUTSIDE_TORCH` of the rest can belong to this process, so a rest of at most `OUTSIDE_TORCH` counts as 0.
     """
     if device.type != "cuda":
         return 0
