@@ -269,7 +269,7 @@ def test_a_time_limit_may_be_a_mapping_of_units(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
         pytest.param("seq_len=-1", "error: seq_len must be a positive integer; got -1", id="value"),
         pytest.param(
@@ -284,10 +284,15 @@ def test_a_time_limit_may_be_a_mapping_of_units(tmp_path):
             "error: hydra.run.dir or hydra.sweep.dir must be a folder that can be written; got /dev/null/run: Not a",
             id="folder",
         ),
+        pytest.param(
+            "-m seq_len=32,64 hydra.sweep.dir=sw/${run_name}",
+            "error: hydra.sweep.dir must not contain run_name or another setting of a run",
+            id="sweep-folder",
+        ),
     ],
 )
-def test_a_mistake_ends_the_command_with_one_line(override, message, tmp_path):
-    done = command_line(tmp_path, override)
+def test_a_mistake_ends_the_command_with_one_line(overrides, message, tmp_path):
+    done = command_line(tmp_path, *overrides.split())
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
     assert not list(tmp_path.rglob("*.ckpt"))

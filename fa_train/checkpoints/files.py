@@ -71,7 +71,7 @@ def _write_and_flush(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _forbidden_name(file: Path | IO[bytes]) -> str | None:
-    """Returns the class or function because of which `read_file` refuses a file, or "values of unknown types".
+    """Returns the name of a class or function in a file that `read_file` refuses, or "values of unknown types".
 
     Returns None if `read_file` accepts the file, or if the file cannot be read. A Path is read with mmap.
     """

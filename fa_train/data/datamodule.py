@@ -181,9 +181,8 @@ class PackedDataModule(L.LightningDataModule):
         """Returns the report with the packing of held-out documents, the numbers of rows and files, and warnings."""
         source = self.sources[name]
         layout = self._layout(source, held_out=True)
-        files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
-        encoder = source.encoder if isinstance(source, TokenizedCorpus) else None
-        corpus = source.corpus if isinstance(source, TokenizedCorpus) else None
+        corpus, encoder = (source.corpus, source.encoder) if isinstance(source, TokenizedCorpus) else (None, None)
+        files = None if corpus is None else file_counts(corpus)
         warnings = [
             encoder.end_warning if isinstance(encoder, ChatEncoder) else None,
             corpus.overlap_warning if isinstance(corpus, WithValidation) else None,
