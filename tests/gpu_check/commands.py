@@ -103,8 +103,8 @@ ONE_GPU = [
     Command(
         "sweep",
         (
-            f"{GPT2.replace('hydra.run.dir={out}/run', 'hydra.sweep.dir={out}/sweep')} -m attention=naive,flash"
-            " max_steps=4",
+            GPT2.replace("train.py", "train.py -m").replace("hydra.run.dir={out}/run", "hydra.sweep.dir={out}/sweep")
+            + " attention=naive,flash max_steps=4",
         ),
     ),
     *(
