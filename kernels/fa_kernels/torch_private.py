@@ -89,6 +89,6 @@ except ImportError:
         """Replaces TorchDispatchMode if torch lacks this class. `with TorchDispatchMode()` raises ImportError."""
 
         def __enter__(self) -> Any:
-            raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.13")
+            raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.14")
 
         def __exit__(self, *exception: object) -> None: ...

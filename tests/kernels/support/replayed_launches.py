@@ -400,7 +400,7 @@ def ordinary() -> list[str]:
         "another device": lambda: mock.patch.object(_Driver, "get_current_device", lambda _: 1),
         "another stream": lambda: mock.patch.object(_Driver, "get_current_stream", lambda *_: 8),
         "FA_TRAIN_REPLAY=0": lambda: asked_again(mock.patch.dict(os.environ, {record.VARIABLE: "0"})),
-        "another Triton": lambda: asked_again(mock.patch.object(triton, "__version__", "3.7.1+git0")),
+        "another Triton": lambda: asked_again(mock.patch.object(triton, "__version__", "3.8.0+git0")),
     }
     return [f"replayed in spite of {name}" for name, change in changes.items() if not untouched(change)]
 
