@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from fa_train.callbacks.timestamp import Timestamp
+from fa_train.parallel.communication import host_group
 from fa_train.parallel.context.operators import surround_waits
 from fa_train.private_names import private, private_module, replace_private
 
@@ -80,7 +81,7 @@ class RankComparison:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = host_group(timeout)
 
     def gather(self, own: Mapping[str, float]) -> dict[str, float]:
         """Gathers `own` from all ranks, and returns the result of `compare`.

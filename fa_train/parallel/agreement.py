@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fa_train.parallel.communication import TIMEOUT
+from fa_train.parallel.communication import TIMEOUT, host_group
 
 
 class Agreement:
@@ -21,7 +21,7 @@ class Agreement:
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = host_group(timeout)
         self._answer = torch.zeros(1, dtype=torch.int32)
         self._asked: dist.Work | None = None
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
 from fa_train.memory.host_memory import own_pages
+from fa_train.parallel.communication import host_group
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part of a checkpoint
 PINNED_FROM = 2**20  # in bytes; smaller tensors are copied fast enough without pinned memory
@@ -34,9 +35,8 @@ class BackgroundSave:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Collectives of gloo do not wait for the GPU. The writing thread and the training loop use separate process
-        # groups, because both communicate at the same time.
-        self.writers, self._askers = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+        # The writing thread and the training loop have separate groups, because both communicate at the same time.
+        self.writers, self._askers = (host_group(PATIENCE) for _ in range(2))
         self._copies = HostCopies(device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -4,6 +4,7 @@ import os
 from datetime import timedelta
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.distributed.constants import default_pg_timeout
 
@@ -12,6 +13,16 @@ from fa_train.private_names import private, replace_private
 # A rank may have to wait for rank 0 to write a checkpoint, or for another rank to compile.
 TIMEOUT = timedelta(minutes=10)
 RECORDED = 2000  # the number of collectives that the flight recorder of each rank keeps
+
+
+def host_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+    """Makes a process group of all ranks for tensors in host memory. All ranks must call this function.
+
+    The group's collectives need no GPU memory and do not wait for the GPU.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # new_group returns a number only to ranks outside the group
+    return group
 
 
 def configure(trainer: L.Trainer, *, has_timeout: bool) -> None:

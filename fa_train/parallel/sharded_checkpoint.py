@@ -39,6 +39,7 @@ from fa_train.checkpoints.files import (
     write_file,
 )
 from fa_train.parallel.background_save import PATIENCE, BackgroundSave
+from fa_train.parallel.communication import host_group
 
 METADATA_CRC32 = "metadata_crc32"  # the file `META` stores the CRC32 of `.metadata` under this key
 COPY_AHEAD = 10_000_000  # bytes, torch's default
@@ -98,9 +99,9 @@ class FolderWriter(dcp.FileSystemWriter):
 
 
 @contextmanager
-def _host_group() -> Iterator[dist.ProcessGroup]:
+def _planning_group() -> Iterator[dist.ProcessGroup]:
     """Makes a process group in which the ranks plan a checkpoint. NCCL would need GPU memory, which can be full."""
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    group = host_group(PATIENCE)
     try:
         yield group
     finally:
@@ -117,7 +118,7 @@ def write_folder(
     """
     try:
         writer = FolderWriter(folder, meta, on_host=background is not None)
-        with nullcontext(background.writers) if background else _host_group() as group:
+        with nullcontext(background.writers) if background else _planning_group() as group:
             dcp.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # torch raises this error on all ranks
         if dist.get_rank() == 0:
@@ -215,7 +216,7 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
     try:
         with warnings.catch_warnings():  # if `alone` is true, torch warns that only one process loads
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            with nullcontext() if alone else _host_group() as group:
+            with nullcontext() if alone else _planning_group() as group:
                 dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone, process_group=group)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]

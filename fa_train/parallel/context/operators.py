@@ -30,7 +30,7 @@ def new_context_group(ranks: Sequence[int]) -> ProcessGroup:
     options = None
     if dist.get_backend() == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    group: ProcessGroup = dist.new_group(ranks, pg_options=options)
+    group: Any = dist.new_group(ranks, pg_options=options)
     return group
 
 
@@ -149,6 +149,7 @@ def start_gathering(xs: Sequence[Tensor], moves: Moves, group: str) -> Exchange:
     copy_rows(xs, parts, from_rows=moves.sent[: sum(sends)])
     arriving, parts = _joined(xs, sum(receives))
     work = dist.all_to_all_single(arriving, leaving, receives, sends, group=_GROUPS[group], async_op=True)
+    assert work is not None  # because of async_op
     return Exchange(work, leaving, parts)
 
 
@@ -213,6 +214,7 @@ def start_returning(ds: Sequence[Tensor], moves: Moves, group: str, own_rows: in
     arriving, parts = _joined(ds, sum(sends) + own_rows)
     arriving = arriving[: sum(sends)]
     work = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
+    assert work is not None
     return Exchange(work, leaving, parts)
 
 

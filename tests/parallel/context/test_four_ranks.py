@@ -26,7 +26,7 @@ from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
-from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.context.shard import ContextShard
 from fa_train.parallel.context.traffic import Counts, traffic
 from scripts import trained_model
@@ -139,8 +139,8 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
         with slow_exchanges() if name == "longer" else nullcontext(), dealing(whole=name == "shared"):
             train_in(shared / name, shared, *SETTINGS, *overrides, *start)
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, RANKS, 2)]
-    groups = {2: pairs[rank // 2], RANKS: dist.new_group(range(RANKS))}
+    pairs = [new_context_group([first, first + 1]) for first in range(0, RANKS, 2)]
+    groups = {2: pairs[rank // 2], RANKS: new_context_group(range(RANKS))}
     for size, group in groups.items():
         register_group(f"of {size}", group)
     with patched_once_a_launch():  # only rank 0 saves results, so cases for two ranks run only on ranks 0 and 1

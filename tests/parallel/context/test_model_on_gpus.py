@@ -28,7 +28,7 @@ from fa_train.models.gpt import GPT
 from fa_train.models.rope import document_positions
 from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context import whole_documents as whole_module
-from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.context.shard import ContextShard
 from tests.support.ranks import ranks_of_torchrun
 
@@ -117,7 +117,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     traffic_module.MIN_PAIRS = 0  # makes each rank call attention twice, as it does for long rows
     whole_module.MAX_DOCUMENTS = 0  # makes ranks hold parts of documents, so that ranks send keys
-    register_group("two", dist.new_group(range(RANKS)))
+    register_group("two", new_context_group(range(RANKS)))
     exact = gradients(rank, False, torch.float32)
     cases = {
         "fp32, two GPUs": gradients(rank, True, torch.float32),
