@@ -170,14 +170,7 @@ class Checkpoint(CheckpointCallback):
         self._save_last(trainer, pl_module)  # does nothing if the last step is already saved
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt stops all ranks at
-        # the same step. Diverged weights must not replace an older checkpoint.
         self._loggers_are_open = False  # the callback Record has already closed the W&B run
-        diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
-        # An update of the weights increases global_step at its end. A failed update does not increase global_step, and
-        # may have changed only some weights.
-        half_updated = self._update_after == trainer.global_step
-        alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)
         try:
             if stopped or isinstance(exception, DivergedError):  # all ranks stopped at the same step
@@ -187,12 +180,12 @@ class Checkpoint(CheckpointCallback):
         except CheckpointError as error:  # only print this error, because another exception has ended the run
             trainer.print(f"error: {error}")
         try:
-            if self.save_on_exception and not diverged and (alone or stopped):
+            if self._may_save(trainer, exception):
                 self._save(trainer, pl_module)
         except CheckpointError as error:
             trainer.print(f"error: {error}")
         except Exception as error:  # after some errors, the GPU computes nothing more
-            if not alone:
+            if trainer.world_size > 1:
                 raise
             reported = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             trainer.print(f"error: step {trainer.global_step} was not saved: {reported}")
@@ -201,6 +194,17 @@ class Checkpoint(CheckpointCallback):
             trainer.print(f"checkpoint: {newest}; {resume.override_for(newest, self.runs)} resumes from it")
         elif stopped and trainer.global_step == self._saved_step:
             trainer.print("no checkpoint was saved, because the run stopped in its first step")
+
+    def _may_save(self, trainer: L.Trainer, exception: BaseException) -> bool:
+        """Returns whether a run that `exception` has ended should save a checkpoint. All ranks return the same."""
+        diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
+        if not self.save_on_exception or diverged:  # diverged weights must not replace an older checkpoint
+            return False
+        if isinstance(exception, SIGTERMException):  # after a signal, GracefulInterrupt stops all ranks at one step
+            return True
+        # A failed update may have changed only some weights. An update increases global_step at its end.
+        half_updated = self._update_after == trainer.global_step
+        return trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Saves a checkpoint of the current step, unless it is already saved. The save may go on in the background.

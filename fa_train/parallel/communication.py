@@ -1,7 +1,10 @@
-"""Sets NCCL's timeout, its flight recorder (a log of collectives), and the priority of ddp's kernels."""
+"""Makes process groups for host memory, and sets NCCL's timeout, its flight recorder (a log of collectives), and the
+priority of ddp's kernels.
+"""
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 import torch.distributed as dist
@@ -15,13 +18,12 @@ TIMEOUT = timedelta(minutes=10)
 RECORDED = 2000  # the number of collectives that the flight recorder of each rank keeps
 
 
-def host_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """Makes a process group of all ranks for tensors in host memory. All ranks must call this function.
 
     The group's collectives need no GPU memory and do not wait for the GPU.
     """
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)  # new_group returns a number only to ranks outside the group
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # it is a number only on ranks outside the group
     return group
 
 
