@@ -1,6 +1,5 @@
 """Loads a Hugging Face checkpoint as a GPT, and saves a GPT as a Hugging Face checkpoint."""
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from fa_train.models.attention import Attention, flash_attention, naive_attentio
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.families import FAMILIES, WITH_IMAGES, Layout, scaling_fields, text_part, understood
+from fa_train.models.hf.rope import with_rope
 from fa_train.models.hf.weights import (
     INDEX,
     Place,
@@ -29,8 +29,6 @@ from fa_train.models.hf.weights import (
     write_weights,
 )
 from fa_train.models.origin import Origin
-from fa_train.models.rope import DynamicNTKScaling, LinearScaling
-from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -86,7 +84,7 @@ def load_pretrained(
     stored = read_json(folder / "config.json")
     config = own = text_part(stored, folder / "config.json")
     if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
-        config = _with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
+        config = with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
     if loss is None:
         loss = LinearCrossEntropy(LOSS_CHUNK) if memory is None else memory.loss
     arguments = _arguments(config, folder / "config.json")
@@ -199,104 +197,6 @@ def _arguments(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         return family.arguments(normalised)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _with_rope(
-    config: dict[str, Any],
-    path: Path,
-    scaling: Mapping[str, Any] | None,
-    theta: float | None,
-    max_seq_len: int | None,
-) -> dict[str, Any]:
-    """Returns config.json with a new RoPE scaling, a new RoPE base and a new max_position_embeddings.
-
-    max_position_embeddings becomes the number of tokens that the new RoPE supports. Old and new versions of
-    transformers use different names for the fields of RoPE. The result uses the field names that `config` uses.
-    """
-    _, normalised = understood(config, path)
-    if not hasattr(normalised, "rope_parameters"):
-        raise ValueError(
-            "model.rope_theta, model.max_seq_len and model.rope_scaling need a checkpoint with RoPE; "
-            f"got model_type={config['model_type']}"
-        )
-    for name, value in (("rope_theta", theta), ("max_seq_len", max_seq_len)):
-        if value is not None and not 1 <= value < float("inf"):
-            raise ValueError(f"model.{name} must be at least 1; got {value}")
-    by_kind = "full_attention" in normalised.rope_parameters
-    parameters = normalised.rope_parameters["full_attention"] if by_kind else normalised.rope_parameters
-    own = {name: value for name, value in parameters.items() if value is not None}
-    own_theta = own.pop("rope_theta")
-    own.pop("partial_rotary_factor", None)  # families.py accepts only 1.0
-    reach = normalised.max_position_embeddings
-    original = _original_length(own, reach)
-    asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
-    parsed = parse_rope_scaling(asked, original)
-    fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
-    # dynamic scaling applies beyond max_position_embeddings tokens, so max_position_embeddings must not change
-    is_dynamic = isinstance(parsed, DynamicNTKScaling)
-    if asked is not own:
-        reach = fields.get("original_max_position_embeddings", original)
-        reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
-    if max_seq_len is not None and max_seq_len > reach and not is_dynamic:
-        if theta is None:
-            raise ValueError(
-                f"model.max_seq_len={max_seq_len} is more than the {reach} tokens that {path} supports. Set another "
-                "model.rope_scaling, such as {rope_type: yarn}, or model.rope_theta"
-            )
-        reach = max_seq_len
-    if asked is own and theta is None:
-        return config
-    config = copy.deepcopy(config)
-    # transformers ignores original_max_position_embeddings in `fields` if `config` has this key at the top level
-    config.pop("original_max_position_embeddings", None)
-    theta = own_theta if theta is None else float(theta)
-    if config.get("rope_parameters") is None:  # transformers before version 5 reads rope_scaling and rope_theta
-        config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
-    else:
-        config.pop("rope_scaling", None)  # transformers prefers rope_scaling to rope_parameters
-        new = fields | {"rope_theta": theta}
-        config["rope_parameters"] = config["rope_parameters"] | {"full_attention": new} if by_kind else new
-    return config | {"max_position_embeddings": reach}
-
-
-def _original_length(own: Mapping[str, Any], reach: int) -> int:
-    """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
-
-    reach: the number of tokens that the checkpoint supports with its own RoPE scaling. A checkpoint with linear scaling
-    does not store its original length. For linear scaling, the function assumes that `reach` is the original length
-    times the factor, as in Gemma 3.
-    """
-    if own["rope_type"] != "linear":
-        return own.get("original_max_position_embeddings", reach)
-    scaling = parse_rope_scaling(own, reach)
-    assert isinstance(scaling, LinearScaling)
-    return max(1, round(reach / scaling.factor))
-
-
-def _asked_scaling(
-    scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
-) -> dict[str, Any]:
-    """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
-
-    `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
-    `scaling` has no factor. But the result is never `own` if `scaling` has rope_type="default". An added factor is at
-    least the factor in `own`, because the checkpoint was trained with the factor in `own`.
-    original: the number of tokens that the checkpoint would support without RoPE scaling. own_reach: the number of
-    tokens that the checkpoint supports with its own scaling.
-    """
-    asked = {name: value for name, value in scaling.items() if value is not None}
-    kind = asked.get("rope_type", asked.get("type"))
-    if "factor" not in asked and kind != "default" and max_seq_len is not None:
-        if max_seq_len <= own_reach:
-            return own
-        needed = max_seq_len / asked.get("original_max_position_embeddings", original)
-        asked["factor"] = max(needed, own.get("factor", 1.0))
-    if kind is not None:
-        return asked
-    kept = own if own["rope_type"] != "default" else {"rope_type": "yarn"}
-    if asked.get("factor") != own.get("factor"):  # `attention_factor` is computed from `factor`
-        kept = {name: value for name, value in kept.items() if name not in ("factor", "attention_factor")}
-    return kept | asked
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
