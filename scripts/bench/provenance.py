@@ -43,14 +43,13 @@ def _commit() -> str:
     return git.stdout.strip() if git.returncode == 0 else unknown
 
 
-def results_prefix(given: Path | None, what: str, gpu: str | None = None) -> Path:
+def results_prefix(given: Path | None, what: str) -> Path:
     """Returns the prefix of the result files, and creates its folder.
 
     given: the value of --out. If `given` is None, the prefix is scripts/results/<what>_<gpu>_<yyyymm>.
-    gpu: the name to use instead of the name of this machine's GPU.
     """
     if given is None:
-        gpu = gpu or torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+        gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
         given = REPOSITORY / "scripts" / "results" / f"{what}_{gpu}_{date.today():%Y%m}"
     given.parent.mkdir(parents=True, exist_ok=True)
     return given

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from scripts.bench import provenance
 
@@ -56,6 +57,7 @@ def test_the_command_can_be_repeated(monkeypatch):
 def test_results_have_a_folder(tmp_path, monkeypatch):
     assert provenance.results_prefix(tmp_path / "given" / "host", "host") == tmp_path / "given" / "host"
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
-    prefix = provenance.results_prefix(None, "host", gpu="formula-sm90")
-    assert prefix.name.startswith("host_formula-sm90_2") and prefix.parent == tmp_path / "scripts" / "results"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    prefix = provenance.results_prefix(None, "host")
+    assert prefix.name.startswith("host_h100-80gb-hbm3_2") and prefix.parent == tmp_path / "scripts" / "results"
     assert prefix.parent.is_dir() and (tmp_path / "given").is_dir()
