@@ -18,7 +18,6 @@ SCRIPTS = {
     "hf_kernel": (["--help"], "usage: hf_kernel.py"),
     "plan_memory": (["nothing=1"], "error: unknown key nothing"),
     "prepare_data": (["--help"], "Tokenises and packs"),
-    "soak": (["--help"], "usage: soak.py"),
 }
 
 
