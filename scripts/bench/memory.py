@@ -1,7 +1,7 @@
 """Measures the cost of each memory lever, alone and combined: time per step, GPU memory and host memory.
 
     python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU.
-    python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile  # 32k only.
+    python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload  # 32k only.
     python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call.
 
 Each measurement runs train.py's loop in a new process, on documents of seq_len random tokens
@@ -16,13 +16,11 @@ Combinations with bf16-true, or with an optimizer other than adamw, run only at 
 of the optimizer does not depend on the number of tokens. Every second round runs in reverse order, so that a GPU that
 slows down over time affects all combinations equally.
 
-The option --profile profiles one step with offload and one step without offload, at the first length in --seq-lens. The
-script writes the traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes
-memory.md and memory.json to the folder OUT.
+After every measurement, the script writes memory.md and memory.json to the folder OUT. To see whether offload's copies
+run at the same time as kernels, profile a step with scripts/bench/profile_step.py.
 """
 
 import argparse
-import gzip
 import json
 import subprocess
 import sys
@@ -52,10 +50,8 @@ from scripts.bench.command_line import (
     require_positive,
     sigterm_raises,
 )
-from scripts.bench.memory_cases import COMBINATIONS, PROFILED, SEQ_LENS, Case, Row, levers_of
-from scripts.bench.memory_report import cells, markdown, profile_text
-from scripts.bench.overlap import overlap_of
-from scripts.bench.profile_step import StepProfiler
+from scripts.bench.memory_cases import COMBINATIONS, SEQ_LENS, Case, Row, levers_of
+from scripts.bench.memory_report import cells, markdown
 from scripts.bench.provenance import describe
 from scripts.bench.timing import require_gpu
 from scripts.bench.training_case import (
@@ -68,8 +64,6 @@ from scripts.bench.training_case import (
     wait,
 )
 from scripts.bench.training_case import measure as measure_ours
-
-PROFILER_STEPS = 2  # additional steps with --profile: one to start the profiler, and one to record
 
 
 def configuration(case: Case) -> DictConfig:
@@ -85,8 +79,7 @@ def configuration(case: Case) -> DictConfig:
         *(["trainer.precision=bf16-true"] if levers.precision == "bf16-true" else []),
         *case.overrides,
     ]
-    steps = WARMUP + case.steps + (PROFILER_STEPS if case.trace else 0)
-    return training_config(case.model, case.attention, case.seq_len, steps, case.device, chosen)
+    return training_config(case.model, case.attention, case.seq_len, WARMUP + case.steps, case.device, chosen)
 
 
 def measure(case: Case) -> Row:
@@ -95,30 +88,23 @@ def measure(case: Case) -> Row:
     If the case runs out of memory, the outcome is "out of memory".
     """
     torch.manual_seed(0)
-    config, device, trace = configuration(case), torch.device(case.device), Path(case.trace)
-    recorder = OptimizerRecorder()
-    if case.trace:
-        times = StepTimes(case.steps + PROFILER_STEPS)
-        callbacks = [recorder, StepProfiler(trace, WARMUP + case.steps)]
-    else:
-        times, callbacks = StepTimes(case.steps, case.slow_step), [recorder]
+    config, device = configuration(case), torch.device(case.device)
+    times, recorder = StepTimes(case.steps, case.slow_step), OptimizerRecorder()
     try:
-        measure_ours(config, device, times, callbacks)
+        measure_ours(config, device, times, [recorder])
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return Row(case.seq_len, case.combination, "out of memory", peak_gib=memory_gib(device)[0])
-    overlap = overlap_of(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]) if case.trace else None
     return Row(
         case.seq_len,
         case.combination,
         "ok",
-        times.milliseconds[: case.steps],
-        recorder.milliseconds[times.warmup :][: case.steps],
+        times.milliseconds,
+        recorder.milliseconds[times.warmup :],
         memory_gib(device)[0],
         recorder.host_bytes / GIB,
         times.losses[-1],
-        asdict(overlap) if overlap else None,
     )
 
 
@@ -184,18 +170,18 @@ def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
     return at_all + [case(args.seq_lens[0], name) for name in at_one]
 
 
-def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
-    """Reads the rows and the profiles that an earlier call wrote.
+def read_results(path: Path, head: dict[str, str]) -> list[Row]:
+    """Reads the rows that an earlier call wrote.
 
     Raises: ValueError if the settings of the earlier call differ from those of this call.
     """
     if not path.exists():
-        return [], []
+        return []
     found = json.loads(path.read_text())
     for key in ("commit", "GPU", "versions", "settings"):
         if found["head"][key] != head[key]:
             raise ValueError(f"--resume needs the same {key} as {path}, {found['head'][key]}; got {head[key]}")
-    return [Row(**row) for row in found["rows"]], [Row(**row) for row in found["profiles"]]
+    return [Row(**row) for row in found["rows"]]
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -205,12 +191,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=options("model"), default="llama_1b")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
-    parser.add_argument(
-        "--combinations", nargs="*", default=list(COMBINATIONS), help="without a value, only --profile runs"
-    )
+    parser.add_argument("--combinations", nargs="+", default=list(COMBINATIONS))
     parser.add_argument("--attention", choices=options("attention"), help="default: flash on a GPU, sdpa on the CPU")
     parser.add_argument("--compile", action="store_true", help="use torch.compile for each block, as preset=gpu does")
-    parser.add_argument("--profile", action="store_true", help="profile one step with and without offload")
     parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a measurement, after {WARMUP} others")
     parser.add_argument(
@@ -237,15 +220,15 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
     """Runs measurements until the time budget is spent."""
     begin, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    rows, profiles = read_results(out / "memory.json", head) if args.resume else ([], [])
+    rows = read_results(out / "memory.json", head) if args.resume else []
     left: list[str] = []
 
     def write() -> None:
-        found = {"head": head, "rows": [asdict(r) for r in rows], "profiles": [asdict(r) for r in profiles]}
+        found = {"head": head, "rows": [asdict(row) for row in rows]}
         (out / "memory.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / "memory.md").write_text(markdown(rows, profiles, left, head), encoding="utf-8")
+        (out / "memory.md").write_text(markdown(rows, left, head), encoding="utf-8")
 
-    def take(case: Case, to: list[Row]) -> None:
+    def take(case: Case) -> None:
         remaining = args.budget - (time.monotonic() - begin)
         limit = min(args.timeout, remaining)
         try:
@@ -257,22 +240,16 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
                 left.append(f"{case.combination} at {case.seq_len:,}")
                 return
             row = Row(case.seq_len, case.combination, f"failed: timed out after {limit:g} s")
-        to.append(row)
-        print(profile_text(row) if case.trace else " | ".join(cells(row)), flush=True)
+        rows.append(row)
+        print(" | ".join(cells(row)), flush=True)
         write()
 
     cases = cases_of(args, device)
-    if args.profile:
-        settings = args.attention, args.compile, 1, args.slow_step, tuple(args.overrides)
-        for name in PROFILED:
-            if all((row.seq_len, row.combination) != (args.seq_lens[0], name) for row in profiles):
-                trace = out / f"trace_{args.seq_lens[0]}_{name.replace('+', '_')}.json.gz"
-                take(Case(args.model, args.seq_lens[0], name, device, *settings, str(trace)), profiles)
     for earlier_rounds in range(args.rounds):
         for case in cases[:: -1 if earlier_rounds % 2 else 1]:
             before = [row for row in rows if (row.seq_len, row.combination) == (case.seq_len, case.combination)]
             if len(before) <= earlier_rounds and all(row.outcome == "ok" for row in before):
-                take(case, rows)
+                take(case)
     write()
     print(f"results: {out}")
 

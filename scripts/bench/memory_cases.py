@@ -27,7 +27,6 @@ COMBINATIONS = (
     "selective+bf16-true",
     "selective+bf16-true+adamw_bf16",
 )
-PROFILED = ("selective", "selective+offload")
 Lever = Literal["checkpointing", "offload", "mlp_chunk", "loss_chunk", "optimizer"]
 OFF: dict[Lever, Any] = {
     "checkpointing": "none",
@@ -78,7 +77,6 @@ class Case:
     steps: int  # number of timed steps
     slow_step: float  # if the second step takes more seconds than this, at most `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
-    trace: str = ""  # if set: run two more steps with the profiler, and write the trace of the second to this file
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,6 @@ class Row:
     peak_gib: float | None = None
     host_gib: float | None = None
     loss: float | None = None  # loss of the last step, in nats per label
-    overlap: dict[str, float] | None = None  # the fields of Overlap, if the case wrote a trace on a GPU
 
 
 def levers_of(name: str) -> Levers:

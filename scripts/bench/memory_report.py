@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from scripts.bench.memory_cases import OFF, Lever, Row, levers_of
-from scripts.bench.overlap import Overlap
 from scripts.bench.page import header, shown
 
 
@@ -43,7 +42,7 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
     return statistics.median(row.step_ms) / statistics.median(without.step_ms) - 1
 
 
-def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
+def markdown(rows: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
     """Formats the page: its header, the slowdown by each lever at each length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
@@ -65,8 +64,6 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
     lines += ["| seq_len | combination | ms | optimizer ms | peak GiB | host GiB | loss | note |"]
     lines += ["|--:|:--|--:|--:|--:|--:|--:|:--|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-    for row in profiles:
-        lines += ["", profile_text(row)]
     if left:
         lines += ["", f"Not measured within the budget: {', '.join(left)}."]
     return "\n".join(lines) + "\n"
@@ -88,19 +85,3 @@ def cells(row: Row) -> list[str]:
         shown(row.loss, ".4f"),
         "" if row.outcome == "ok" else row.outcome.replace("|", "/"),
     ]
-
-
-def profile_text(row: Row) -> str:
-    """Returns a text about the profiled step: its copies to and from the host, and its idle time."""
-    about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
-    if row.overlap is None:
-        return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."
-    found = Overlap(**row.overlap)
-    copies = found.to_host + found.to_device
-    share = f" ({found.hidden / copies:.1%})" if copies else ""
-    return (
-        f"{about}, {found.step:,.1f} ms: copies {found.to_host:,.1f} ms to the host and {found.to_device:,.1f} ms to "
-        f"the device. {found.hidden:,.1f} ms{share} overlapped with kernels. The compute stream was idle for "
-        f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), and for {found.waiting:,.1f} ms "
-        f"({found.waiting / found.step:.2%}) of it a copy ran."
-    )

@@ -1,7 +1,7 @@
 """Profiles one training step with torch.profiler: the time of each part, a trace for Perfetto, and memory by component.
 
     python -m scripts.bench.profile_step model=llama_1b seq_len=32768    # llama_1b.
-    python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload    # gpt2.
+    python -m scripts.bench.profile_step model=gpt2 memory.offload=true hydra.run.dir=runs/profile_offload  # offload.
     torchrun --nproc-per-node=2 -m scripts.bench.profile_step trainer.devices=2 strategy=fsdp batch_size=2    # 2 GPUs.
 
 The script takes train.py's overrides and runs train.py's model, optimizer and loop. The defaults are data=synthetic,
@@ -60,10 +60,10 @@ TOP = 25
 
 
 class StepProfiler(Callback):
-    """Times `warmup` steps, runs one step to start the profiler, and then profiles one step of rank 0."""
+    """Times `WARMUP` steps, runs one step to start the profiler, and then profiles one step of rank 0."""
 
-    def __init__(self, trace: Path, warmup: int) -> None:
-        self.trace, self.warmup = trace, warmup
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
         self.milliseconds: list[float] = []  # milliseconds of the steps without the profiler
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
@@ -107,12 +107,12 @@ class StepProfiler(Callback):
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         wait(pl_module.device)
-        if trainer.global_step == self.warmup:  # the step in which the profiler starts and initialises itself
+        if trainer.global_step == WARMUP:  # the step in which the profiler starts and initialises itself
             self._started = True
             if trainer.is_global_zero:
                 self._profiler = _profiler(pl_module.device)
                 self._profiler.start()
-        elif self._profiler is not None and trainer.global_step == self.warmup + 1:
+        elif self._profiler is not None and trainer.global_step == WARMUP + 1:
             self.before = _addresses(pl_module, trainer.optimizers)
             if pl_module.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -130,7 +130,6 @@ class StepProfiler(Callback):
         if pl_module.device.type == "cuda":
             self.peak = torch.cuda.max_memory_allocated(pl_module.device)
             self.reserved = torch.cuda.max_memory_reserved(pl_module.device)
-        self.trace.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self.trace))
 
     def _enter(self, phase: str) -> None:
@@ -224,7 +223,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     run_config.check(cfg)
     trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)
-    profiler = StepProfiler(folder / "trace.json.gz", WARMUP)
+    profiler = StepProfiler(folder / "trace.json.gz")
     # Put the profiler before the callbacks that wait for the device.
     trainer.callbacks.insert(0, profiler)  # type: ignore[attr-defined]
     trainer.fit(lit_gpt, datamodule=data)

@@ -1,4 +1,4 @@
-"""Tests scripts/bench/memory.py: names of combinations, comparisons, traces, and a run on a CPU."""
+"""Tests scripts/bench/memory.py: names of combinations, comparisons, and a run on a CPU."""
 
 import json
 import math
@@ -23,12 +23,10 @@ from scripts.bench.memory import (
 )
 from scripts.bench.memory_cases import COMBINATIONS, OFF, Case, Levers, Row, levers_of
 from scripts.bench.memory_report import markdown, pooled, slowdown
-from scripts.bench.overlap import Overlap, common, merged, overlap, overlap_of
 from tests.support.processes import ForkedModule
 
 TINY = ("model.n_layers=3", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=259")
 CASE = Case("nano", 64, "selective", "cpu", "sdpa", compiled=False, steps=2, slow_step=60, overrides=TINY)
-OVERLAP = Overlap(step=200.0, to_host=30.0, to_device=50.0, hidden=60.0, idle=4.0, waiting=1.0)
 ROWS = [
     Row(64, "selective", "ok", [100.0, 102.0, 98.0], [5.0, 6.0, 5.0], 10.0, 0.0, 5.5),
     Row(64, "selective+offload", "ok", [110.0, 105.0], [5.0, 5.0], 8.0, 2.0, 5.5),
@@ -56,12 +54,9 @@ def run_main(monkeypatch, folder, *arguments):
 def test_a_run_from_its_command_line(tmp_path, monkeypatch, updates):
     monkeypatch.setattr(memory, "run_apart", in_this_process)
     names = ["selective", "selective+offload+mlp_chunk=16+loss_chunk=all"]
-    found, text = run_main(
-        monkeypatch, tmp_path, "--seq-lens", "64", "--combinations", *names, "--rounds", "2", "--profile"
-    )
+    found, text = run_main(monkeypatch, tmp_path, "--seq-lens", "64", "--combinations", *names, "--rounds", "2")
     assert [row["combination"] for row in found["rows"]] == names + names[::-1]
-    # each measurement has two warm-up steps and two timed steps; each profile has five steps
-    assert len(updates) == 4 * 4 + 2 * 5
+    assert len(updates) == 4 * 4  # each measurement has two warm-up steps and two timed steps
     for row in found["rows"]:
         assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
         assert all(0 < part < whole for part, whole in zip(row["optimizer_ms"], row["step_ms"], strict=True))
@@ -71,8 +66,6 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch, updates):
         assert row["host_gib"] * 2**30 == pytest.approx(kept)
     assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64" in text
     assert "4 steps" in text
-    assert [row["combination"] for row in found["profiles"]] == ["selective", "selective+offload"]
-    assert (tmp_path / "trace_64_selective_offload.json.gz").exists() and "no kernels" in text
 
 
 @pytest.mark.slow
@@ -99,9 +92,9 @@ def test_going_on_after_a_budget(tmp_path, monkeypatch):
 def test_results_of_something_else_are_not_gone_on_with(tmp_path):
     head = {"commit": "abc", "GPU": "none", "versions": "torch", "settings": "nano"}
     file = tmp_path / "memory.json"
-    assert read_results(file, head) == ([], [])
-    file.write_text(json.dumps({"head": head, "rows": [asdict(row) for row in ROWS], "profiles": []}))
-    assert read_results(file, head) == (ROWS, [])
+    assert read_results(file, head) == []
+    file.write_text(json.dumps({"head": head, "rows": [asdict(row) for row in ROWS]}))
+    assert read_results(file, head) == ROWS
     with pytest.raises(ValueError, match=r"needs the same commit as .*abc; got def"):
         read_results(file, head | {"commit": "def"})
 
@@ -215,62 +208,15 @@ def test_rounds_are_pooled():
 
 
 def test_the_tables():
-    profiled = replace(ROWS[1], overlap=asdict(OVERLAP))
-    text = markdown(ROWS, [profiled], ["full at 64"], {"GPU": "none"})
+    text = markdown(ROWS, ["full at 64"], {"GPU": "none"})
     lines = text.splitlines()
     assert "| offload | selective+offload | +7.5% | +2.0% |" in lines
     assert "| checkpointing | selective | +25.0% | – |" in lines
     assert "| 64 | selective | 100.0 (98.0 to 102.0, 3 steps) | 5.0 | 10.00 | 0.00 | 5.5000 |  |" in lines
     assert "| 128 | none | – | – | 139.00 | – | – | out of memory |" in lines
-    assert "60.0 ms (75.0%) overlapped with kernels" in text and "idle for 4.0 ms (2.00% of the step)" in text
-    assert "for 1.0 ms (0.50%) of it a copy ran" in text and "Not measured within the budget: full at 64." in text
+    assert "Not measured within the budget: full at 64." in text
     for table in text.split("\n\n"):
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
-
-
-def test_spans():
-    assert merged([(5, 7), (0, 2), (1, 3), (3, 4), (5, 6)]) == [(0, 4), (5, 7)]
-    assert common([(0, 4), (5, 7), (9, 10)], [(1, 2), (3, 6), (7, 8)]) == [(1, 2), (3, 4), (5, 6)]
-    assert common([(0, 10)], []) == []
-
-
-def test_overlap():
-    """In a step of 10 ms, kernels run from 1 to 4 ms and from 5 to 9 ms."""
-    found = overlap(
-        (0, 10_000),
-        compute=[(1000, 3000), (2000, 4000), (5000, 9000), (11_000, 12_000)],
-        to_host=[(3500, 4500), (6000, 7000), (9500, 10_500)],
-        to_device=[(4200, 4400), (6500, 7500)],
-    )
-    # Between 4 and 5 ms, a copy to the host runs for 0.5 ms, and a copy to the device runs at the same time. The copy
-    # to the host that starts at 9.5 ms ends 0.5 ms after the end of the step.
-    assert asdict(found) == pytest.approx(
-        {"step": 10.0, "to_host": 2.5, "to_device": 1.2, "hidden": 1.5 + 1.0, "idle": 3.0, "waiting": 1.0}
-    )
-
-
-def test_overlap_of_a_step_without_copies():
-    assert overlap((0, 1000), [(0, 1000)], [], []) == Overlap(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def test_a_trace():
-    def event(category, name, start, duration, stream=None):
-        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
-
-    events = [
-        event("user_annotation", "step", 0, 1000),
-        event("gpu_user_annotation", "step", 100, 900, 7),
-        event("kernel", "gemm", 100, 700, 7),
-        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 800, 100, 7),  # counts as a kernel
-        event("kernel", "zero", 950, 40, 9),  # this kernel does not count, because it is not in the busiest stream
-        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 100, 13),
-        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 850, 100, 13),
-        {"ph": "M", "name": "process_name", "args": {}},
-    ]
-    assert asdict(overlap_of(events)) == pytest.approx(
-        {"step": 1.0, "to_host": 0.1, "to_device": 0.1, "hidden": 0.1, "idle": 0.2, "waiting": 0.1}
-    )
-    assert overlap_of(events[:1]) is None
 
 
 @pytest.mark.parametrize(
