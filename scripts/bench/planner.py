@@ -1,12 +1,17 @@
-"""Compares the planner's predictions with measured peaks (python -m scripts.bench.planner [--only llama_1b]).
+"""Compares the planner's predictions with measured peaks.
 
-Each configuration runs two training steps of train.py's loop, with one document per micro-batch
-(scripts/bench/training_case.py). The peak is torch.cuda.max_memory_allocated since the start of training. Writes OUT.md
-and OUT.json. To let test_planner.py compare the planner with the measured peaks, save OUT.json as
-tests/memory/planner/peaks_<gpu>.json.
+    python -m scripts.bench.planner                           # the configurations in RUNS.
+    python -m scripts.bench.planner --only model=llama_1b     # those of llama_1b.
+    python -m scripts.bench.planner --random 40 --first 100   # 40 random configurations (random_plans.py).
+
+Each configuration runs two training steps of train.py's loop, by default with one document per micro-batch
+(scripts/bench/training_case.py). The peak is torch.cuda.max_memory_allocated since the start of training.
+Configurations that train.py refuses, or that would need too much memory, are skipped. Writes OUT.md and OUT.json. To
+let test_planner.py compare the planner with the measured peaks, save OUT.json as tests/memory/planner/peaks_<gpu>.json.
 """
 
 import argparse
+import gc
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -14,162 +19,184 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from fa_train.memory.offload import Offloaded
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import GIB, predict
-from fa_train.models.gpt import GPT
 from fa_train.preflight import plan_of
+from fa_train.training import build_model
 from scripts.bench.command_line import add_results, add_time_limits
 from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.random_plans import overrides_of
 from scripts.bench.timing import require_gpu
 from scripts.bench.training_case import Device, StepTimes, memory_gib, training_config
 from scripts.bench.training_case import measure as measure_ours
 
 STEPS = 2  # the optimizer has states from the first step on, so the second step has the highest peak
+LARGEST_HOST = 32.0  # GiB of host memory that a configuration may need; those in RUNS need at most 18.7
 
 
 @dataclass(frozen=True)
-class Run:
-    """One configuration to measure: values of train.py's config keys, and the number of micro-batches per step.
-
-    gemma: whether the model has the norms and the activation of Gemma 2 and 3.
-    """
+class Configuration:
+    """One configuration to measure: a model in conf/model, the tokens of a row, and overrides of train.py."""
 
     model: str
-    tokens: int
-    checkpointing: str = "none"
-    offload: Offloaded = False
-    mlp_chunk: int | None = None
-    precision: str = "bf16-mixed"
-    optimizer: str = "adamw"
-    compiled: bool = False
-    micro_batches: int = 1
-    gemma: bool = False
+    seq_len: int
+    overrides: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join((f"model={self.model}", f"seq_len={self.seq_len}", *self.overrides))
 
 
-GEMMA = (
+COMPILED = "lit_gpt.compile_model=true"
+GEMMA = (  # the norms and the activation of Gemma 2 and 3
     "model.norm=offset_rmsnorm",
     "model.activation=geglu",
     "model.family={_target_: fa_train.models.config.Family, post_norms: true}",
 )
 RUNS = [
-    Run("gpt2", 8192),
-    Run("gpt2", 32768),
-    Run("gpt2", 65536, mlp_chunk=16384),
-    Run("gpt2", 65536, "selective"),
-    Run("gpt2", 131072, "selective", offload=True, mlp_chunk=16384),
-    Run("gpt2", 131072, "full", mlp_chunk=16384),
-    Run("gpt2_medium", 8192, micro_batches=2),
-    Run("gpt2_medium", 32768, offload=True),
-    Run("gpt2_medium", 65536, "selective", mlp_chunk=16384),
-    Run("gpt2_medium", 65536, "full", offload=True, precision="bf16-true"),
-    Run("llama_1b", 8192, micro_batches=2),
-    Run("llama_1b", 8192, "full"),
-    Run("llama_1b", 32768),
-    Run("llama_1b", 32768, "selective", mlp_chunk=16384, micro_batches=2),
-    Run("llama_1b", 32768, "selective", precision="bf16-true"),
-    Run("llama_1b", 65536, "selective"),
-    Run("llama_1b", 65536, "selective", offload=True, mlp_chunk=16384, precision="bf16-true"),
-    Run("llama_1b", 131072, "selective", offload=True, mlp_chunk=16384),
-    Run("gpt2", 32768, compiled=True),
-    Run("llama_1b", 8192, compiled=True),
-    Run("llama_1b", 32768, compiled=True),
-    Run("llama_1b", 32768, "selective", compiled=True),
-    Run("llama_1b", 65536, "full", compiled=True),
-    Run("llama_1b", 65536, "selective", offload=True, mlp_chunk=16384, compiled=True),
-    Run("llama_1b", 131072, "selective", offload=True, mlp_chunk=16384, precision="bf16-true", compiled=True),
-    Run("llama_1b", 65536, "full", offload=True, precision="bf16-true", compiled=True),
-    Run("gpt2", 131072, "selective", mlp_chunk=16384, compiled=True),
-    Run("llama_1b", 8192, "selective", optimizer="adamw_8bit"),
-    Run("llama_1b", 8192, "selective", precision="bf16-true", optimizer="adamw_bf16"),
-    Run("llama_1b", 8192, "selective", optimizer="adamw_offload"),
-    Run("llama_1b", 131072, "full"),
-    Run("llama_1b", 32768, compiled=True, gemma=True),
-    Run("llama_1b", 65536, "selective", compiled=True, gemma=True),
-    Run("llama_1b", 65536, "full", compiled=True, gemma=True),
-    Run("llama_1b", 65536, "selective", precision="bf16-true", compiled=True, gemma=True),
-    Run("llama_1b", 8192, compiled=True, gemma=True),
-    Run("llama_1b", 32768, gemma=True),
-    Run("llama_1b", 65536, "selective", offload=True, mlp_chunk=16384, compiled=True, gemma=True),
+    Configuration(model, seq_len, ("lit_gpt.compile_model=false", *overrides))
+    for model, seq_len, *overrides in (
+        ("gpt2", 8192),
+        ("gpt2", 32768),
+        ("gpt2", 65536, "memory.mlp_chunk=16384"),
+        ("gpt2", 65536, "memory=selective"),
+        ("gpt2", 131072, "memory=offload"),
+        ("gpt2", 131072, "memory=full", "memory.mlp_chunk=16384"),
+        ("gpt2_medium", 8192, "batch_size=2"),
+        ("gpt2_medium", 32768, "memory.offload=true"),
+        ("gpt2_medium", 65536, "memory=selective", "memory.mlp_chunk=16384"),
+        ("gpt2_medium", 65536, "memory=full", "memory.offload=true", "trainer.precision=bf16-true"),
+        ("llama_1b", 8192, "batch_size=2"),
+        ("llama_1b", 8192, "memory=full"),
+        ("llama_1b", 32768),
+        ("llama_1b", 32768, "memory=selective", "memory.mlp_chunk=16384", "batch_size=2"),
+        ("llama_1b", 32768, "memory=selective", "trainer.precision=bf16-true"),
+        ("llama_1b", 65536, "memory=selective"),
+        ("llama_1b", 65536, "memory=offload", "trainer.precision=bf16-true"),
+        ("llama_1b", 131072, "memory=offload"),
+        ("gpt2", 32768, COMPILED),
+        ("llama_1b", 8192, COMPILED),
+        ("llama_1b", 32768, COMPILED),
+        ("llama_1b", 32768, "memory=selective", COMPILED),
+        ("llama_1b", 65536, "memory=full", COMPILED),
+        ("llama_1b", 65536, "memory=offload", COMPILED),
+        ("llama_1b", 131072, "memory=offload", "trainer.precision=bf16-true", COMPILED),
+        ("llama_1b", 65536, "memory=full", "memory.offload=true", "trainer.precision=bf16-true", COMPILED),
+        ("gpt2", 131072, "memory=selective", "memory.mlp_chunk=16384", COMPILED),
+        ("llama_1b", 8192, "memory=selective", "optimizer=adamw_8bit"),
+        ("llama_1b", 8192, "memory=selective", "trainer.precision=bf16-true", "optimizer=adamw_bf16"),
+        ("llama_1b", 8192, "memory=selective", "optimizer=adamw_offload"),
+        ("llama_1b", 131072, "memory=full"),
+        ("llama_1b", 32768, COMPILED, *GEMMA),
+        ("llama_1b", 65536, "memory=selective", COMPILED, *GEMMA),
+        ("llama_1b", 65536, "memory=full", COMPILED, *GEMMA),
+        ("llama_1b", 65536, "memory=selective", "trainer.precision=bf16-true", COMPILED, *GEMMA),
+        ("llama_1b", 8192, COMPILED, *GEMMA),
+        ("llama_1b", 32768, *GEMMA),
+        ("llama_1b", 65536, "memory=offload", COMPILED, *GEMMA),
+    )
 ]
 
 
-def configuration(run: Run, device: Device) -> DictConfig:
-    """Composes conf/train.yaml for this configuration, as train.py does."""
-    chosen = [
-        f"memory.checkpointing={run.checkpointing}",
-        f"memory.offload={run.offload}",
-        f"memory.mlp_chunk={'null' if run.mlp_chunk is None else run.mlp_chunk}",
-        f"trainer.precision={run.precision}",
-        f"optimizer={run.optimizer}",
-        f"lit_gpt.compile_model={run.compiled}",
-        f"batch_size={run.micro_batches}",
-        *(GEMMA if run.gemma else ()),
-    ]
-    attention = "flash" if device == "cuda" else "sdpa"
-    return training_config(run.model, attention, run.tokens, STEPS, device, chosen)
+def random_configuration(number: int) -> Configuration:
+    """Returns a random configuration. `number` is the seed of the random choices."""
+    seq_len, overrides = overrides_of(number)
+    return Configuration("llama_1b", seq_len, tuple(overrides))
 
 
-def measure(run: Run, device: Device) -> tuple[Plan, float, float]:
-    """Returns the memory plan of a run, its measured peak in GiB, and the seconds of its second step."""
-    config = configuration(run, device)
+def planned(configuration: Configuration, device: Device) -> tuple[DictConfig, Plan]:
+    """Returns the config of train.py and the memory plan. Raises the same errors as train.py."""
+    config = training_config(
+        configuration.model, "flash", configuration.seq_len, STEPS, device, configuration.overrides
+    )
     with torch.device("meta"):
-        model: GPT = instantiate(config.model)
-    plan = plan_of(config, model, instantiate(config.optimizer), world_size=1)
+        model = build_model(config, config.model.vocab_size)
+    return config, plan_of(config, model, instantiate(config.optimizer), world_size=1)
+
+
+def measure(config: DictConfig, device: Device) -> tuple[float, float]:
+    """Trains for two steps. Returns the peak memory in GiB, and the seconds of the second step."""
+    torch._dynamo.reset()  # frees the compiled code of earlier configurations
+    gc.collect()
     times = StepTimes(1, warmup=STEPS - 1)
-    torch._dynamo.reset()  # frees the compiled code of earlier runs; `measure_ours` frees the weights of each run
     measure_ours(config, torch.device(device), times)
-    return plan, memory_gib(torch.device(device))[0], times.milliseconds[0] / 1e3
+    return memory_gib(torch.device(device))[0], times.milliseconds[0] / 1e3
 
 
 def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
-    """Formats the predicted and measured peaks as Markdown."""
+    """Formats the predicted and measured peaks as Markdown, the largest errors first."""
+    errors = {row["number"]: row["predicted_gib"] / row["peak_gib"] - 1 for row in rows}
+    rows = sorted(rows, key=lambda row: -abs(errors[row["number"]]))
+    within, worst = sum(abs(error) <= 0.05 for error in errors.values()), abs(errors[rows[0]["number"]])
     lines = header("Predicted and measured peaks", head)
-    errors = [abs(row["predicted_gib"] / row["peak_gib"] - 1) for row in rows]
-    lines += [f"{sum(error <= 0.05 for error in errors)} of {len(rows)} within 5%, the worst {max(errors):.1%}.", ""]
-    names = list(asdict(RUNS[0]))
-    lines += [f"| {' | '.join(names)} | predicted GiB | measured GiB | error | s |", "|:--" * (len(names) + 4) + "|"]
+    lines += [f"{within} of {len(rows)} within 5%, the worst {worst:.1%}.", ""]
+    lines += ["| number | predicted GiB | measured GiB | error | s | configuration |", "|--:" * 5 + "|:--|"]
     for row in rows:
-        cells = [
-            "" if value in (None, False) else "yes" if value is True else str(value) for value in row["run"].values()
-        ]
-        predicted, peak = row["predicted_gib"], row["peak_gib"]
-        cells += [f"{predicted:.2f}", f"{peak:.2f}", f"{predicted / peak - 1:+.1%}", f"{row['step_s']:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        peaks = f"{row['predicted_gib']:.2f} | {row['peak_gib']:.2f} | {errors[row['number']]:+.1%}"
+        lines.append(f"| {row['number']} | {peaks} | {row['step_s']:.2f} | `{row['configuration']}` |")
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", default="", help="run configurations whose text contains this, such as llama_1b or compiled=True"
+        "--only", default="", help="run configurations whose text contains this, such as compile_model=true"
+    )
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="COUNT", help="draw this many random configurations instead of RUNS"
+    )
+    parser.add_argument("--first", type=int, default=0, help="the number of the first random configuration")
+    parser.add_argument(
+        "--largest",
+        type=float,
+        default=64.0,
+        help="skip configurations with a larger plan, in GiB (RUNS: at most 59.5)",
     )
     add_time_limits(parser, budget=True)
-    add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>")
+    add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>, or planner_random_<gpu>_<yyyymm>")
     args = parser.parse_args()
+    if args.first and not args.random:
+        parser.error(f"--first needs --random; got --first {args.first} alone")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
     require_gpu("scripts.bench.planner")
     begin, rows = time.monotonic(), list[dict[str, Any]]()
-    out = results_prefix(args.out, "planner")
+    out = results_prefix(args.out, "planner_random" if args.random else "planner")
     head = describe("-m scripts.bench.planner", args.commit)
-    for run in RUNS:
-        if args.only not in repr(run) or time.monotonic() - begin > args.budget:
+    drawn = {number: random_configuration(number) for number in range(args.first, args.first + args.random)}
+    for number, configuration in (drawn or dict(enumerate(RUNS))).items():
+        if args.only not in configuration.text or time.monotonic() - begin > args.budget:
             continue
-        plan, peak, seconds = measure(run, "cuda")
-        predicted = predict(plan).allocated / GIB
+        try:
+            config, plan = planned(configuration, "cuda")
+        except (ValueError, HydraException) as error:
+            print(f"{number}: refused, {error}", flush=True)
+            continue
+        prediction = predict(plan)
+        predicted = prediction.allocated / GIB
+        if predicted > args.largest or prediction.host > LARGEST_HOST * GIB:
+            print(f"{number}: skipped, {predicted:.1f} GiB", flush=True)
+            continue
+        peak, seconds = measure(config, "cuda")
         rows.append(
             {
-                "run": asdict(run),
+                "number": number,
+                "configuration": configuration.text,
                 "peak_gib": round(peak, 3),
                 "predicted_gib": round(predicted, 3),
                 "step_s": round(seconds, 2),
                 "plan": asdict(plan),
             }
         )
-        print(f"{run}: {predicted:.2f} GiB predicted, {peak:.2f} measured, {predicted / peak - 1:+.1%}", flush=True)
+        print(f"{number}: {predicted:.2f} GiB predicted, {peak:.2f} measured, {predicted / peak - 1:+.1%}", flush=True)
         Path(f"{out}.json").write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
         Path(f"{out}.md").write_text(table(rows, head), encoding="utf-8")
 

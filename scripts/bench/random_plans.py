@@ -1,37 +1,11 @@
-"""Compares predicted and measured peaks of random configurations (python -m scripts.bench.random_plans).
+"""Draws random configurations of train.py: models, memory levers, precisions, optimizers and adapters.
 
-A configuration is a random combination of a model, memory levers, a precision, an optimizer and an adapter. The
-configuration's number is the seed of the random choices. Each configuration runs two training steps of train.py's loop,
-as in scripts/bench/planner.py. Configurations that train.py refuses, or that would need too much memory, are skipped.
-Writes OUT.md and OUT.json.
+train.py refuses some of the configurations, because the values of different settings are drawn independently.
 """
 
-import argparse
-import gc
-import json
 import random
-import time
-from pathlib import Path
 from typing import Any
 
-import torch
-from hydra.errors import HydraException
-from hydra.utils import instantiate
-from omegaconf import DictConfig
-
-from fa_train.memory.planner.plan import Plan
-from fa_train.memory.planner.predict import GIB, predict
-from fa_train.preflight import plan_of
-from fa_train.training import build_model
-from scripts.bench.command_line import add_results, add_time_limits
-from scripts.bench.page import header
-from scripts.bench.provenance import describe, results_prefix
-from scripts.bench.timing import require_gpu
-from scripts.bench.training_case import Device, StepTimes, memory_gib, training_config
-from scripts.bench.training_case import measure as measure_ours
-
-STEPS = 2  # the optimizer has states from the first step on, so the second step has the highest peak
-LARGEST_HOST = 15.0  # GiB of host memory that a configuration may need
 OPTIMIZERS = {
     "bf16-mixed": ("adamw", "adamw_8bit", "adamw_offload"),
     "bf16-true": ("adamw", "adamw_bf16", "adamw_master", "adamw_8bit"),
@@ -41,7 +15,10 @@ SOME_LAYERS = "[q_proj,v_proj]"  # peft's default for Llama
 
 
 def overrides_of(number: int) -> tuple[int, list[str]]:
-    """Returns the seq_len of a configuration, and the overrides of train.py for all other settings."""
+    """Returns the seq_len of a configuration, and the overrides of train.py for all other settings.
+
+    number: the seed of the random choices.
+    """
     draw = random.Random(number)
     has_adapter = draw.random() < 0.35
     model = _model_of(draw, has_adapter)
@@ -105,69 +82,3 @@ def _model_of(draw: random.Random, has_adapter: bool) -> dict[str, Any]:
         "tied": draw.choice(("true", "false")),
     }
     return {f"model.{key}": value for key, value in chosen.items()}
-
-
-def planned(number: int, device: Device) -> tuple[DictConfig, Plan]:
-    """Returns the config and the memory plan of a configuration. Raises the same errors as train.py."""
-    seq_len, overrides = overrides_of(number)
-    config = training_config("llama_1b", "flash", seq_len, STEPS, device, overrides)
-    with torch.device("meta"):
-        model = build_model(config, config.model.vocab_size)
-    return config, plan_of(config, model, instantiate(config.optimizer), world_size=1)
-
-
-def measured(config: DictConfig, device: Device) -> float:
-    """Returns the peak memory of a configuration's training steps in GiB."""
-    torch._dynamo.reset()  # frees the compiled code of earlier configurations
-    gc.collect()
-    measure_ours(config, torch.device(device), StepTimes(1, warmup=STEPS - 1))
-    return memory_gib(torch.device(device))[0]
-
-
-def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
-    """Formats the predicted and measured peaks as Markdown, the largest errors first."""
-    rows = sorted(rows, key=lambda row: -abs(row["predicted_gib"] / row["peak_gib"] - 1))
-    errors = [row["predicted_gib"] / row["peak_gib"] - 1 for row in rows]
-    lines = header("Predicted and measured peaks of random configurations", head)
-    lines += [f"{sum(abs(error) <= 0.05 for error in errors)} of {len(rows)} within 5%.", ""]
-    lines += ["| number | predicted GiB | measured GiB | error | seq_len | overrides |", "|--:" * 5 + "|:--|"]
-    for row, error in zip(rows, errors, strict=True):
-        cells = row["number"], f"{row['predicted_gib']:.2f}", f"{row['peak_gib']:.2f}", f"{error:+.1%}"
-        lines.append(f"| {' | '.join(map(str, cells))} | {row['seq_len']} | `{row['overrides']}` |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first configuration")
-    parser.add_argument("--count", type=int, default=40, help="how many configurations to draw")
-    parser.add_argument("--largest", type=float, default=40.0, help="skip configurations with a larger plan, in GiB")
-    add_time_limits(parser, budget=True)
-    add_results(parser, "scripts/results/random_plans_<gpu>_<yyyymm>")
-    args = parser.parse_args()
-    require_gpu("scripts.bench.random_plans")
-    begin, rows = time.monotonic(), list[dict[str, Any]]()
-    out = results_prefix(args.out, "random_plans")
-    head = describe("-m scripts.bench.random_plans", args.commit)
-    for number in range(args.first, args.first + args.count):
-        if time.monotonic() - begin > args.budget:
-            break
-        try:
-            config, plan = planned(number, "cuda")
-        except (ValueError, HydraException) as error:
-            print(f"{number}: refused, {error}", flush=True)
-            continue
-        prediction = predict(plan)
-        if prediction.allocated > args.largest * GIB or prediction.host > LARGEST_HOST * GIB:
-            print(f"{number}: skipped, {prediction.allocated / GIB:.1f} GiB", flush=True)
-            continue
-        row = {"number": number, "seq_len": plan.run.seq_len, "overrides": " ".join(overrides_of(number)[1])}
-        row |= {"predicted_gib": round(prediction.allocated / GIB, 3), "peak_gib": round(measured(config, "cuda"), 3)}
-        rows.append(row)
-        print(f"{number}: {row['predicted_gib']:.2f} GiB predicted, {row['peak_gib']:.2f} measured", flush=True)
-        Path(f"{out}.json").write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
-        Path(f"{out}.md").write_text(table(rows, head), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

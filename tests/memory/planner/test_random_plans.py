@@ -10,7 +10,7 @@ import pytest
 from fa_train.memory.planner.predict import predict
 from fa_train.memory.planner.weights import trained_sizes
 from fa_train.training import build_model
-from scripts.bench.random_plans import planned
+from scripts.bench.planner import planned, random_configuration
 from tests.memory.support.plans import EVERY_CASE, predicted_peak
 from tests.memory.support.simulated import simulate
 
@@ -23,7 +23,7 @@ NUMBERS = (13, 27, 30, 87, 96, 151, 175, 252)
 def test_predictions_are_the_simulated_peaks_of_random_configurations(number):
     """The test switches compilation off in every configuration."""
     try:
-        config, plan = planned(number, "cpu")
+        config, plan = planned(random_configuration(number), "cpu")
     except ValueError:
         pytest.skip("train.py refuses this configuration")
     plan = replace(plan, run=replace(plan.run, compiled=False))
