@@ -148,7 +148,6 @@ class Run:
             "callbacks.checkpoint=null",
             "logger=csv",
             "+callbacks.rank_memory._target_=scripts.bench.rank_memory.RankMemory",
-            f"+callbacks.rank_memory.warm_up={self.warm_up}",
             *self._overrides(),
         ]
 
@@ -338,11 +337,9 @@ def measured(row: Row, warm_up: int, folder: Path) -> Row:
         **medians,
         tokens_per_s_min=min(rates),
         tokens_per_s_max=max(rates),
-        logs=len(timed),
         skipped_steps=int(column(timed, "train/skipped_steps")[-1]),
         loss=column(timed, "train/loss")[-1],
-        peaks=tuple(max(rank["first_gib"], rank["later_gib"]) for rank in ranks),
-        later_peaks=tuple(rank["later_gib"] for rank in ranks),
+        peaks=tuple(rank["peak_gib"] for rank in ranks),
     )
 
 

@@ -35,7 +35,6 @@ class Row:
     tokens_per_s: float | None = None  # of all GPUs together
     tokens_per_s_min: float | None = None  # tokens/s of the slowest log entry
     tokens_per_s_max: float | None = None
-    logs: int = 0
     step_ms: float | None = None
     step_ms_max: float | None = None
     data_wait_ms: float | None = None
@@ -51,7 +50,6 @@ class Row:
     skipped_steps: int | None = None
     loss: float | None = None  # loss of the last step, in nats per label
     peaks: tuple[float, ...] = ()  # over all steps
-    later_peaks: tuple[float, ...] = ()  # over the timed steps
     predicted_gib: float | None = None
     wall_s: float | None = None  # of the whole process
 
@@ -144,7 +142,6 @@ def write(rows: Sequence[Row], head: dict[str, str], out: Path) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         for row in rows:
-            joined = {name: " ".join(map(str, getattr(row, name))) for name in ("peaks", "later_peaks")}
             computed = {"share_of_ideal": share_of_ideal(row, rows), "plan_error": plan_error(row)}
-            writer.writerow(asdict(row) | joined | computed)
+            writer.writerow(asdict(row) | {"peaks": " ".join(map(str, row.peaks))} | computed)
     Path(f"{out}.md").write_text(page(rows, head), encoding="utf-8")

@@ -14,12 +14,11 @@ The script times the candidates one by one on a causal document of --seqlen toke
 slightly less. The TFLOP/s are computed from 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for dv and 3 for dq.
 Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and dv to the
 table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three
-TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as in runs that allow TF32 in
-torch.backends.cuda.matmul. A candidate counts only if its results are correct (`check`). Writes OUT.md: its header, a
-table for each head_dim and pass, and the entries for tiles.py. The fastest tiles are added to OUT.json, except with
---dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it. With --install, the
-script also adds the fastest tiles to a file in the user's cache folder (tuned_tiles.installed_file). fa_kernels loads
-the file in the cache folder if FLASH_ATTENTION_TILES is not set.
+TF32 matmuls. A candidate counts only if its results are correct (`check`). Writes OUT.md: its header, a table for each
+head_dim and pass, and the entries for tiles.py. The fastest tiles are added to OUT.json. fa_kernels loads OUT.json if
+the environment variable FLASH_ATTENTION_TILES names it. With --install, the script also adds the fastest tiles to a
+file in the user's cache folder (tuned_tiles.installed_file). fa_kernels loads the file in the cache folder if
+FLASH_ATTENTION_TILES is not set.
 """
 
 import argparse
@@ -53,10 +52,8 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 CHECKED_TOKENS = 384  # length in tokens of the document for checks of candidates: three times the largest block size
-Products = Literal["bfloat16", "float32", "tf32"]
-# the argument input_precision of tl.dot, as in tiles.precision_of
-PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
-ITEMSIZE: dict[Products, int] = {"bfloat16": 2, "float32": 4, "tf32": 4}
+Dtype = Literal["bfloat16", "float32"]
+ITEMSIZE: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
@@ -77,7 +74,7 @@ class Candidate:
     head_dim: int
     direction: Pass
     tiles: TileConfig
-    products: Products = "bfloat16"
+    dtype: Dtype = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,10 @@ class Result:
 
 
 def candidates(
-    arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
+    arch: Arch, head_dim: int, direction: Pass, limit: int, dtype: Dtype = "bfloat16"
 ) -> Iterator[TileConfig]:
     """Yields the candidates for one table entry on a GPU with `limit` bytes of shared memory per program."""
-    itemsize = ITEMSIZE[products]
+    itemsize = ITEMSIZE[dtype]
     if direction in APART and (head_dim < WIDE or itemsize > 2):
         return
     stages = STAGES_OF_4_BYTES if itemsize > 2 else WIDE_STAGES if head_dim >= WIDE else STAGES
@@ -126,16 +123,14 @@ def has_scores_for_threads(tiles: TileConfig) -> bool:
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
 
-def near(
-    arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
-) -> Iterator[TileConfig]:
+def near(arch: Arch, head_dim: int, direction: Pass, limit: int, dtype: Dtype = "bfloat16") -> Iterator[TileConfig]:
     """Yields the table's entry, and then the candidates that differ from that entry by one step in one value.
 
     If the table has no dk and dv entries for a head_dim, the search starts from the dk and dv entries of the next
     larger head_dim.
     """
-    itemsize = ITEMSIZE[products]
-    worthwhile = list(candidates(arch, head_dim, direction, limit, products))
+    itemsize = ITEMSIZE[dtype]
+    worthwhile = list(candidates(arch, head_dim, direction, limit, dtype))
     listed = [d for d in HEAD_DIMS if d >= head_dim and is_listed(arch, d, direction, itemsize)]
     if worthwhile and listed:
         entry = tile_config(arch, listed[0], direction, itemsize)
@@ -175,7 +170,7 @@ def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
 
 def inputs(candidate: Candidate, seqlen: int, n_heads: int, device: str = "cuda") -> list[Tensor]:
     """Returns random q, k, v and gradient of o, each (seqlen, n_heads, head_dim)."""
-    dtype = torch.bfloat16 if candidate.products == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if candidate.dtype == "bfloat16" else torch.float32
     return [torch.randn(seqlen, n_heads, candidate.head_dim, dtype=dtype, device=device) for _ in range(4)]
 
 
@@ -191,11 +186,8 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
     def chosen(*_: object) -> TileConfig:
         return candidate.tiles
 
-    def precision(*_: object) -> str:
-        return PRECISION[candidate.products]
-
     def run_forward() -> Sequence[Tensor]:
-        with patch.object(forward, "launch_tiles", chosen), patch.object(forward, "precision_of", precision):
+        with patch.object(forward, "launch_tiles", chosen):
             return forward.attention_forward(q, k, v, schedule, features, q.dtype)
 
     if direction == "fwd":
@@ -210,7 +202,6 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
     def run_backward() -> Sequence[Tensor]:
         with (
             patch.object(backward, "launch_tiles", chosen),
-            patch.object(backward, "precision_of", precision),
             patch.object(backward, "key_passes", lambda *_: (direction,)),
         ):
             return backward.attention_backward(do, q, k, v, lse, delta, half, features)
@@ -254,7 +245,6 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
     dtype = tensors[0].dtype
-    torch.backends.cuda.matmul.allow_tf32 = candidate.products == "tf32"
     exact, torchs = (dense_results(candidate.direction, tensors, x) for x in (torch.float64, dtype))
     for place, wanted in exact.items():
         eps, errors, allowed = torch.finfo(dtype).eps, found[place] - wanted, torchs[place] - wanted
@@ -273,7 +263,7 @@ def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
         return candidate, first_line(error)
 
 
-def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:
+def measure(chosen: list[Candidate], seqlen: int, jobs: int, rep: float) -> Iterator[Result]:
     """Compiles all candidates in `jobs` processes, and then times them one by one."""
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         errors = dict(pool.imap_unordered(compile_one, chosen))
@@ -282,7 +272,7 @@ def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep:
             yield Result(candidate, None, None, errors[candidate])
             continue
         tensors = inputs(candidate, seqlen, MODEL_DIM // candidate.head_dim)
-        ms: Any = do_bench(launcher(candidate, *tensors), warmup=warmup, rep=rep, return_mode="median")
+        ms: Any = do_bench(launcher(candidate, *tensors), rep=rep, return_mode="median")
         yield Result(candidate, ms, flops(candidate, seqlen) / ms / 1e9)
 
 
@@ -322,9 +312,7 @@ def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tu
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)
         for (head_dim, direction), result in best(results).items()
-        if result.candidate.products != "tf32"  # the table has no tiles for --dtype tf32
-        and head_dim in HEAD_DIMS
-        and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.products])
+        if head_dim in HEAD_DIMS and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.dtype])
     }
 
 
@@ -339,17 +327,17 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
 
     The lines of a table are sorted by time. All results have the same dtype.
     """
-    products: Products = results[0].candidate.products if results else "bfloat16"
+    dtype: Dtype = results[0].candidate.dtype if results else "bfloat16"
     lines = [
         *header("Tiles of the portable kernels", head),
-        f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or slightly less, no "
+        f"One causal document of {seqlen} tokens, {dtype}, n_heads × head_dim = {MODEL_DIM} or slightly less, no "
         "grouped heads. Times are medians. TFLOP/s counts each kernel's matmuls (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
         "halved for causality. **Bold**: the present entry of `kernels/fa_kernels/flash_attention/tiles.py`.",
     ]
     for key in dict.fromkeys((result.candidate.direction, result.candidate.head_dim) for result in results):
         direction, head_dim = key
-        listed = is_listed(arch, head_dim, direction, ITEMSIZE[products])
-        current = tile_config(arch, head_dim, direction, ITEMSIZE[products]) if listed else None
+        listed = is_listed(arch, head_dim, direction, ITEMSIZE[dtype])
+        current = tile_config(arch, head_dim, direction, ITEMSIZE[dtype]) if listed else None
         lines += [
             "",
             f"## {direction}, head_dim {head_dim}",
@@ -389,14 +377,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--near", action="store_true", help="try the table's entries and tiles one step from them")
     which.add_argument("--tiles", type=parse_tiles, nargs="+", help="tiles as block_m,block_n,num_warps,num_stages")
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(Products),
-        default="bfloat16",
-        help="tf32 means fp32 tensors with one TF32 matmul per product",
-    )
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
     parser.add_argument("--seqlen", type=int, default=16384, help="tokens")
-    parser.add_argument("--warmup", type=float, default=30, help="milliseconds of warm-up per timing")
     parser.add_argument("--rep", type=float, default=80, help="milliseconds of measurement per timing")
     parser.add_argument(
         "--jobs", type=int, default=min(16, os.cpu_count() or 1), help="number of processes that compile kernels"
@@ -404,8 +386,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--install", action="store_true", help="let fa_kernels use the fastest tiles on this GPU")
     add_results(parser, "scripts/results/portable_tiles_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
-    if args.install and (args.tiles or args.dtype == "tf32"):
-        parser.error("--install must not be used with --tiles or --dtype tf32, which do not find the fastest tiles")
+    if args.install and args.tiles:
+        parser.error("--install must not be used with --tiles, which does not find the fastest tiles")
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or head_dim % 8:
             parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {head_dim}")
@@ -428,7 +410,7 @@ def main() -> None:
     ]
     print(f"{len(chosen)} candidates", flush=True)
     results = []
-    for result in measure(chosen, args.seqlen, args.jobs, args.warmup, args.rep):
+    for result in measure(chosen, args.seqlen, args.jobs, args.rep):
         results.append(result)
         found = result.error or f"{result.ms:.3f} ms, {result.tflops:.0f} TFLOP/s"
         candidate = result.candidate

@@ -12,7 +12,7 @@ def test_a_small_run_prints_its_table(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_packing", *given.split()])
     packing.main()
     lines = capsys.readouterr().out.splitlines()
-    lengths = packing.lengths_of(5000, 0)
+    lengths = packing.lengths_of(5000)
     assert 380 < sorted(lengths)[2500] < 420 and f"5,000 documents, {lengths.sum():,} tokens" in lines[1]
     for seq_len, line in zip((2048, 4096), lines[4:], strict=True):
         _, shown, rows, filled, *_ = (cell.strip() for cell in line.split("|"))

@@ -58,7 +58,7 @@ lines = ["step,perf/step_ms,perf/tokens_per_s,train/skipped_steps,train/loss"]
 lines += [f"{step},2.0,{1000 + step},0.0,5.5" for step in range(1, int(settings["max_steps"]) + 1)]
 Path(folder, "metrics.csv").write_text("\\n".join(lines) + "\\n")
 for rank in range(int(settings["trainer.devices"])):
-    Path(folder, f"rank_memory_{rank}.json").write_text(json.dumps({"first_gib": 1.0, "later_gib": 2.0 + rank}))
+    Path(folder, f"rank_memory_{rank}.json").write_text(json.dumps({"peak_gib": 2.0 + rank}))
 """
 
 
@@ -113,10 +113,10 @@ def test_the_results_of_train_py(tmp_path):
     row = measured(row_of(run, [0], 1.0, None), run.warm_up, tmp_path)
     with (tmp_path / "metrics.csv").open() as file:
         logs = list(csv.DictReader(file))
-    assert row.outcome == "ok" and row.logs == 4 and not (tmp_path / "checkpoints").exists()
+    assert row.outcome == "ok" and not (tmp_path / "checkpoints").exists()
     assert row.loss == float(logs[-1]["train/loss"]) and row.skipped_steps == 0
     assert row.tokens_per_s == pytest.approx(64e3 / row.step_ms, rel=0.5), "medians of times and of rates"
-    assert row.peaks[0] >= row.later_peaks[0] > 0 and row.host_gib > 0
+    assert row.peaks[0] > 0 and row.host_gib > 0
     assert row.communication_ms is None, "one rank does not communicate"
 
 

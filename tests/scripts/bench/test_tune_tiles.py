@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 
 from fa_kernels.flash_attention.portable import forward
 from fa_kernels.flash_attention.tiles import (
@@ -11,16 +10,13 @@ from fa_kernels.flash_attention.tiles import (
     SHARED_LIMIT,
     TileConfig,
     key_passes,
-    precision_of,
     shared_bytes,
     tile_config,
 )
 from fa_kernels.flash_attention.tuned_tiles import read_tiles
 from scripts.bench.tune_tiles import (
     APART,
-    ITEMSIZE,
     PASSES,
-    PRECISION,
     WIDE,
     Candidate,
     Result,
@@ -70,13 +66,6 @@ def test_candidates_fit_and_hold_the_entry_of_the_table(head_dim, direction):
     assert smaller and set(smaller) < set(found), "less shared memory must leave fewer candidates, and some"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_measured_precisions_are_those_of_launches(dtype):
-    name = str(dtype).removeprefix("torch.")
-    assert PRECISION[name] == precision_of(torch.empty(0, dtype=dtype))
-    assert ITEMSIZE[name] == dtype.itemsize
-
-
 def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
     """For head_dim 128, 32 x 32 with four warps was fastest on an H200, although each warp has only 8 rows."""
     found = list(candidates("sm90", 128, "dkdv", SHARED_LIMIT["sm90"], "float32"))
@@ -85,19 +74,18 @@ def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
     assert max(held_a_thread(tiles, 128, "dkdv") for tiles in found) <= 112
 
 
-@pytest.mark.parametrize("products", ["float32", "tf32"])
 @pytest.mark.parametrize("direction", PASSES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_candidates_of_4_bytes_fit(head_dim, direction, products):
+def test_candidates_of_4_bytes_fit(head_dim, direction):
     limit = SHARED_LIMIT["sm90"]
-    found = list(candidates("sm90", head_dim, direction, limit, products))
+    found = list(candidates("sm90", head_dim, direction, limit, "float32"))
     if direction in APART:
         assert not found, "fp32 takes one kernel for both at any head_dim"
         return
     assert all(shared_bytes("sm90", tiles, head_dim, head_dim, direction, 4) <= limit for tiles in found)
     entry = tile_config("sm90", head_dim, direction, 4)
     assert entry in found
-    assert next(near("sm90", head_dim, direction, limit, products)) == entry
+    assert next(near("sm90", head_dim, direction, limit, "float32")) == entry
 
 
 @pytest.mark.parametrize("direction", PASSES)
@@ -192,15 +180,6 @@ def test_new_tiles_replace_those_of_the_same_entry_in_a_file(tmp_path):
     assert read_tiles(str(file), "Made Up") == {(64, "fwd", 2): (128, 64, 8, 3), (64, "dq", 2): (64, 64, 4, 2)}
 
 
-def test_tiles_of_one_tf32_product_are_not_loaded():
-    """By default, each fp32 product is computed as three TF32 products.
-
-    Tile sizes that were measured with one TF32 product can be unsuitable for three TF32 products.
-    """
-    tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
-    assert tiles_to_load([tf32], "sm90") == {}
-
-
 @pytest.mark.parametrize("direction", ["fwd", *slow(*PASSES[1:])])
 def test_a_correct_tile_passes_the_check(direction, device):
     assert check(Candidate(64, direction, TileConfig(64, 64, 4, 1), "float32"), str(device)) == ""
@@ -250,7 +229,7 @@ def test_arguments():
     assert args.tiles == [TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 3)]
     assert parse_arguments([]).head_dims == list(HEAD_DIMS)
     assert parse_arguments(["--near"]).near and not parse_arguments([]).near
-    assert parse_arguments([]).dtype == "bfloat16" and parse_arguments(["--dtype", "tf32"]).dtype == "tf32"
+    assert parse_arguments([]).dtype == "bfloat16" and parse_arguments(["--dtype", "float32"]).dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +243,6 @@ def test_arguments():
         pytest.param(["--jobs", "0"], "--jobs must be positive; got 0", id="jobs"),
         pytest.param(["--near", "--tiles", "64,32,4,2"], "not allowed with argument --near", id="near-and-named"),
         pytest.param(["--install", "--tiles", "64,32,4,2"], "must not be used with --tiles", id="install-and-named"),
-        pytest.param(["--install", "--dtype", "tf32"], "must not be used with --tiles or --dtype", id="install-tf32"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said, capsys):
