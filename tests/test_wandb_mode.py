@@ -15,7 +15,6 @@ import pytest
 from hydra.utils import instantiate
 
 from fa_train import run_config, training
-from scripts import ablate_memory
 from tests.support.training import command_line, composed, quiet_environment, tiny
 from train import run_in_own_process
 
@@ -141,13 +140,6 @@ def test_an_ablation_that_must_log_online_needs_a_key_before_its_first_job(tmp_p
         pytest.raises(ValueError, match=r"^logger\.mode=online needs an API key of W&B; got none"),
     ):
         run_in_own_process(cfg)
-
-
-def test_ablate_memory_needs_a_key_before_its_first_case(monkeypatch):
-    monkeypatch.setattr("wandb.login", Mock(return_value=False))
-    monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ValueError, match=r"^WANDB_MODE=online needs an API key of W&B; got none"):
-        ablate_memory.known_mode()
 
 
 @pytest.mark.parametrize(

@@ -1,124 +1,76 @@
-"""Runs the attention ablation as a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
+"""Compares kinds of attention in a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
 
-run_job runs each job in a new process, so that its memory starts from zero and a crash affects only that job. At the
-end of the multirun, Report writes the files that scripts/ablate_memory.py would write. The Weights & Biases runs of a
-multirun form one group, and Report adds a summary run to this group.
+run_job runs each job in a new process, so that its memory starts from zero and a crash affects only that job. The
+folder jobs/ in the multirun's folder holds the result and the output of each job. At the end of the multirun, Report
+writes tables and a picture. The Weights & Biases runs of a multirun form one group, and Report adds a summary run to
+this group.
 """
 
-import json
-import math
+import os
 import re
+import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished
-from scripts.ablation.formula import step_formula
-from scripts.ablation.report import Records, Row, step_part, write_files
-from scripts.ablation.sweep import ProcessError, apart, call_apart, load, require_same_gpu, save, skipped
+from fa_train.errors import explain
+from fa_train.flops import peak_flops
+from scripts.ablation.formula import OPERANDS, sized_model, step_formula
+from scripts.ablation.process import ProcessError, call_apart
+from scripts.ablation.report import in_order, log_summary, write_files
+from scripts.ablation.results import Job, Result, Settings, load, load_settings, save, save_settings, skipped
 from scripts.bench.provenance import describe
-from scripts.bench.training_case import memory_gib, step_flops
+from scripts.bench.training_case import Device, memory_gib, step_flops
 
 Train = Callable[[DictConfig], dict[str, float]]
 # overrides in which the jobs of an ablation may differ
 FREE = re.compile(r"(attention|seq_len|logger|trainer\.logger)(=|$)|(logger|sweep_job)\.")
-OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the overrides that a StepCase keeps
 
 
 def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     """Runs train(cfg) in a new process for at most `timeout` seconds.
 
-    The output of the job goes to cases/<number>.log in the multirun's folder.
-
     Returns the measured values by name. A job is skipped if the multirun's folder already has the job's result, or if a
     job with the same attention and a smaller seq_len ran out of memory. Ends the program on Ctrl-C, or if the jobs
     differ in more than attention and seq_len.
     """
-    hydra = HydraConfig.get()
-    folder, number = Path(hydra.sweep.dir).resolve() / "cases", f"{hydra.job.num:04d}"
+    require_one_document(cfg)
+    folder = Path(HydraConfig.get().sweep.dir).resolve() / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{number}.jsonl"
-    case = case_of(cfg)
-    no_result_yet = not any(result.final for _, result in rows(folder))
-    require_same_settings(hydra.overrides.task, folder / "settings.json", no_result_yet)
-    others = rows(folder, but=path)
-    require_one_sweep(case, others)
-    log = folder / f"{number}.log"
-    if hydra.job.num == 0:
-        try:
-            gpu = call_apart(torch.cuda.get_device_name, (), timeout, log) if case.device == "cuda" else "no GPU"
-            require_same_gpu(gpu, folder, has_results=not no_result_yet, key="hydra.sweep.dir")
-            print(call_apart(explanation, (case,), timeout, log), flush=True)
-        except (ProcessError, ValueError) as error:
-            sys.exit(f"error: {error}")
-    result = skipped(case, others) or load(path).get(case)
+    job, results = Job(cfg.choices.attention, cfg.seq_len), load(folder)
+    log = job.path(folder, ".log")
+    require_same_settings(cfg, folder, any(result.final for result in results.values()), timeout, log)
+    result = skipped(job, results) or results.get(job)
     if result is None or not result.final:
         try:
-            result = apart(measure_job, (train, cfg, HydraConfig.instance().cfg, case), timeout, log)
+            result = measured_apart(train, cfg, timeout, log)
         except KeyboardInterrupt:
             print(f"stopped; run the same command with hydra.sweep.dir={folder.parent} to continue", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
-    save({case: result}, path)
+    save(job, result, folder)
     numbers = {name: float(x) for name, x in asdict(result).items() if isinstance(x, int | float)}
-    print(f"{case.name}: {result.outcome}", *(f"{name}={x:.4g}" for name, x in numbers.items()), sep="  ", flush=True)
+    print(f"{job.name}: {result.outcome}", *(f"{name}={x:.4g}" for name, x in numbers.items()), sep="  ", flush=True)
     return numbers | ({"oom": 1.0} if result.oom else {})
 
 
-def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
-    """Returns the finished jobs in the order of the multirun."""
-    paths = [path for path in sorted(folder.glob("*.jsonl")) if path != but]
-    return [(case, result) for path in paths for case, result in load(path).items() if isinstance(case, StepCase)]
-
-
-def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
-    """Ends the program if a job differs from the other jobs in more than attention and seq_len.
-
-    The tables and pictures distinguish jobs only by attention and seq_len.
-    """
-    for other, _ in others:
-        same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
-        if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:
-            sys.exit(f"error: an ablation's jobs may differ in attention and seq_len only; got {case} and {other}")
-
-
-def require_same_settings(overrides: Sequence[str], path: Path, no_result_yet: bool) -> None:
-    """Ends the program if the overrides of a job differ from those of the earlier jobs in the multirun's folder.
-
-    A StepCase does not hold all settings, so without this check, one table could mix results of different settings.
-    overrides: the job's overrides; those that match `FREE` are not compared. path: the file with the compared overrides
-    of the first job. no_result_yet: true if no job in the folder has a final result.
-    """
-    own = sorted({override for override in overrides if not FREE.match(override.lstrip("+~"))})
-    if no_result_yet or not path.exists():
-        path.write_text(json.dumps(own) + "\n", encoding="utf-8")
-    first = json.loads(path.read_text(encoding="utf-8"))
-    if own != first:
-        got, earlier = (" ".join(sorted({*x} - {*y})) or "no override" for x, y in ((own, first), (first, own)))
-        sys.exit(
-            f"error: an ablation's jobs may differ in attention and seq_len only; got {got}, but {earlier} in the "
-            f"earlier jobs in {path.parent}. Choose another hydra.sweep.dir"
-        )
-
-
-def case_of(cfg: DictConfig) -> StepCase:
-    """Converts the config of a job to a StepCase.
+def require_one_document(cfg: DictConfig) -> None:
+    """Checks that a row is one document, because the FLOPs and the minimum memory are computed for such rows.
 
     Raises: ValueError if the job has several documents per row, documents of varying length, several rows per
-    micro-batch, several devices, an adapter, or an unsupported precision. The FLOPs of a step and the minimum memory
-    are computed for rows that consist of one document.
+    micro-batch, several devices, an adapter, or an unsupported precision.
     """
     wanted = {
         "data.document_len": cfg.seq_len,
@@ -129,33 +81,85 @@ def case_of(cfg: DictConfig) -> StepCase:
     for name, value in wanted.items():
         if OmegaConf.select(cfg, name) != value:
             raise ValueError(f"an ablation needs {name}={value}; got {OmegaConf.select(cfg, name)}")
-    if cfg.trainer.precision not in get_args(Precision):
-        raise ValueError(
-            f"trainer.precision must be one of {', '.join(get_args(Precision))}; got {cfg.trainer.precision}"
-        )
+    if cfg.trainer.precision not in OPERANDS:
+        raise ValueError(f"trainer.precision must be one of {', '.join(OPERANDS)}; got {cfg.trainer.precision}")
+    if cfg.choices.adapter != "none":  # the formulas assume that all weights are trained
+        raise ValueError(f"an ablation needs adapter=none; got {cfg.choices.adapter}")
+
+
+def require_same_settings(cfg: DictConfig, folder: Path, has_results: bool, timeout: float, log: Path) -> None:
+    """Ends the program if a job has other settings than the earlier jobs in the multirun's folder, or another GPU.
+
+    Without this check, one table could mix results of different settings. The first job writes its settings to the
+    folder if the folder has no results yet. It also prints the minimum memory of naive attention.
+    """
     hydra = HydraConfig.get()
-    choices: dict[str, Any] = hydra.runtime.choices
-    if choices["adapter"] != "none":  # the formulas assume that all weights are trained
-        raise ValueError(f"an ablation needs adapter=none; got {choices['adapter']}")
-    overrides = [f"{group}={choices[group]}" for group in ("memory", "optimizer")]
-    overrides += [f"model.vocab_size={cfg.model.vocab_size or cfg.data.vocab_size}"]
-    overrides += [x for x in hydra.overrides.task if x.lstrip("+").startswith(OF_THE_MODEL)]
-    device: Device = "cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu"
-    return StepCase(
-        choices["model"], choices["attention"], cfg.seq_len, device, cfg.trainer.precision, cfg.max_steps, math.inf,
-        tuple(overrides), cfg.lit_gpt.compile_model,
-    )  # fmt: skip
+    is_first, earlier = hydra.job.num == 0, load_settings(folder)
+    own = sorted({override for override in hydra.overrides.task if not FREE.match(override.lstrip("+~"))})
+    if is_first or earlier is None:
+        try:
+            settings = settings_of(cfg, own, timeout, log)
+        except (ProcessError, ValueError, HydraException) as error:
+            sys.exit(f"error: {explain(error)}")
+        print(settings.explanation, flush=True)
+        if not has_results or earlier is None:
+            save_settings(settings, folder)
+            return
+        if settings.gpu != earlier.gpu:
+            sys.exit(
+                f"error: hydra.sweep.dir must be a folder with results of {settings.gpu}; got {folder.parent}, whose "
+                f"results are of {earlier.gpu}"
+            )
+    if own != earlier.overrides:
+        got = " ".join(sorted({*own} - {*earlier.overrides})) or "no override"
+        others = " ".join(sorted({*earlier.overrides} - {*own})) or "no override"
+        sys.exit(
+            f"error: an ablation's jobs may differ in attention and seq_len only; got {got}, but {others} in the "
+            f"earlier jobs in {folder}. Choose another hydra.sweep.dir"
+        )
 
 
-def explanation(case: StepCase) -> str:
-    """Returns a text about the minimum memory of naive attention. If case.device is "cuda", creates a CUDA context."""
-    return step_formula(case).explain(f"a training step of {case.model}", capacity(case.device))
+def settings_of(cfg: DictConfig, overrides: list[str], timeout: float, log: Path) -> Settings:
+    """Returns the settings that the job shares with the other jobs.
+
+    Another process asks for the GPU's memory, because a CUDA context in this process would leave less GPU memory for
+    the jobs.
+    """
+    choices = cfg.choices
+    title = [choices.model, cfg.trainer.precision, f"memory={choices.memory}", f"optimizer={choices.optimizer}"]
+    title += ["compiled"] if cfg.lit_gpt.compile_model else []
+    gpu, device_bytes = call_apart(gpu_and_memory, (device_of(cfg),), timeout, log)
+    return Settings(overrides, ", ".join(title), gpu, device_bytes, step_formula(cfg))
 
 
-def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Result:
-    """Trains in the current process and returns the result.
+def device_of(cfg: DictConfig) -> Device:
+    return "cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu"
 
-    The step time is the median over all log entries.
+
+def gpu_and_memory(device: Device) -> tuple[str, int]:
+    """Returns the name of the GPU, or "no GPU", and the memory limit of a job in bytes."""
+    if device == "cuda":
+        return torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return "no GPU", installed if limit == resource.RLIM_INFINITY else min(installed, limit)
+
+
+def measured_apart(train: Train, cfg: DictConfig, timeout: float, log: Path) -> Result:
+    """Runs `measure` in a new process. If the process fails, the result gives the reason."""
+    try:
+        return call_apart(measure, (train, cfg, HydraConfig.instance().cfg, device_of(cfg)), timeout, log)
+    except ProcessError as error:
+        if error.exitcode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
+            return Result("oom")
+        return Result(f"failed: {error}")
+
+
+def measure(train: Train, cfg: DictConfig, hydra: Any, device: Device) -> Result:
+    """Trains in the current process and returns the result. The step time is the median over all log entries.
+
+    The FLOPs and the MFU are computed as in fa_train/flops.py, without recomputation. On a CPU, the peak memory is that
+    of the whole process.
     """
     setup_globals()
     HydraConfig.instance().cfg = hydra
@@ -166,11 +170,20 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
             raise
         measured = {"oom": 1.0}
     if "oom" in measured:
-        return Result("oom", *memory_gib(torch.device(case.device)))
+        return Result("oom", *memory_gib(torch.device(device)))
     tokens_per_s = measured["perf/tokens_per_s"]
-    step_ms = cfg.batch_size * case.seq_len / tokens_per_s * 1e3
-    flops = step_flops(configuration(case).model, [case.seq_len] * cfg.batch_size)
-    return replace(finished(case, step_ms, cfg.max_steps, flops), tokens_per_s=tokens_per_s)
+    step_ms = cfg.batch_size * cfg.seq_len / tokens_per_s * 1e3
+    flops_per_s = step_flops(sized_model(cfg), [cfg.seq_len] * cfg.batch_size) / step_ms * 1e3
+    peak = peak_flops(torch.cuda.get_device_name() if device == "cuda" else "", OPERANDS[cfg.trainer.precision])
+    return Result(
+        "ok",
+        *memory_gib(torch.device(device)),
+        step_ms=step_ms,
+        tokens_per_s=tokens_per_s,
+        tflops=flops_per_s * 1e-12,
+        mfu=flops_per_s / peak if peak else None,
+        timed_steps=cfg.max_steps,
+    )
 
 
 class Report(Callback):
@@ -187,20 +200,20 @@ class Report(Callback):
 def report(config: DictConfig) -> None:
     """Writes all results, and ends the program with status 1 if a job failed."""
     HydraConfig.instance().set_config(config)  # the logger needs Hydra's config, which the last job has removed
-    GlobalHydra.instance().clear()  # step_formula initialises Hydra again to compose a config
     folder = Path(config.hydra.sweep.dir).resolve()
-    jobs = rows(folder / "cases")
-    device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")
+    settings, rows = load_settings(folder / "jobs"), in_order(load(folder / "jobs"))
+    if settings is None or not rows:
+        sys.exit(f"error: no job has a result in {folder / 'jobs'}")
     head = describe("train.py", None)
-    parts = [step_part(jobs, device_bytes, head["GPU"])]
-    write_files(parts, head, folder)
+    write_files(rows, settings, head, folder)
     logger, is_replaced = config.logger, isinstance(config.trainer.logger, bool | None)
     if config.choices.logger == "wandb" and not is_replaced:
         given = "offline" if logger.get("offline") else logger.mode
         mode = given if isinstance(given, str) else instantiate(given)
-        Records(mode, logger.project, logger.group, folder, logger.get("entity")).summary(parts, head)
+        names = {"entity": logger.get("entity"), "project": logger.project, "group": logger.group}
+        log_summary(rows, settings, head, folder, mode=mode, **names)
     print(f"results: {folder}")
-    if failed := [case.name for case, result in jobs if result.outcome.startswith("failed")]:
+    if failed := [job.name for job, result in rows if result.outcome.startswith("failed")]:
         sys.exit(
-            f"error: {len(failed)} of {len(jobs)} jobs failed ({', '.join(failed)}); see the logs in {folder / 'cases'}"
+            f"error: {len(failed)} of {len(rows)} jobs failed ({', '.join(failed)}); see the logs in {folder / 'jobs'}"
         )

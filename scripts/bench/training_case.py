@@ -35,15 +35,12 @@ class StepTimes:
 
     slow_step: a limit in seconds. Normally, the second step is only a warm-up. If the second step takes longer than
     `slow_step`, the second step counts as a timed step, and at most `FEWEST_STEPS` steps are timed.
-    limit: a time limit in seconds, counted from the end of the first step. A step does not start if it would probably
-    end after the limit. At least one step is timed.
     """
 
-    def __init__(self, steps: int, slow_step: float = math.inf, limit: float = math.inf, warmup: int = WARMUP) -> None:
-        self.warmup, self.steps, self.slow_step, self.limit = warmup, steps, slow_step, limit
+    def __init__(self, steps: int, slow_step: float = math.inf, warmup: int = WARMUP) -> None:
+        self.warmup, self.steps, self.slow_step = warmup, steps, slow_step
         self.losses: list[float] = []  # of all steps
         self._milliseconds: list[float] = []
-        self._ends = math.inf
 
     @property
     def complete(self) -> bool:
@@ -56,15 +53,9 @@ class StepTimes:
     def add(self, seconds: float, loss: float = math.nan) -> None:
         self._milliseconds.append(seconds * 1e3)
         self.losses.append(loss)
-        done = len(self._milliseconds)
         # the first step includes compilation, so the time of the second step shows whether the case is slow
-        if done == 1:
-            self._ends = time.perf_counter() + self.limit
-        elif done == WARMUP and seconds > self.slow_step:
+        if len(self._milliseconds) == WARMUP and seconds > self.slow_step:
             self.warmup, self.steps = WARMUP - 1, min(self.steps, FEWEST_STEPS)
-        if done > 1 and time.perf_counter() + seconds > self._ends:
-            self.warmup = min(self.warmup, done - 1)
-            self.steps = done - self.warmup
 
 
 class StepTimer(Callback):

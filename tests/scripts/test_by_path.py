@@ -12,7 +12,6 @@ from tests.support.processes import REPOSITORY
 # {script: (arguments, a part of the output)}. If a script imports modules inside functions, its arguments must make the
 # script run these imports.
 SCRIPTS = {
-    "ablate_memory": (["--help"], "usage: ablate_memory.py"),
     "export_hf": (["nowhere.ckpt", "out"], "error: nowhere.ckpt does not exist"),
     "generate": (["nowhere.ckpt", "--prompt", "a"], "error: nowhere.ckpt does not exist"),
     "hf_kernel": (["--help"], "usage: hf_kernel.py"),

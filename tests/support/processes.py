@@ -51,18 +51,14 @@ def start(
     out: Path,
     errors: Path,
     limit_memory: bool = False,
-    fork_servers: bool = True,
 ) -> BaseProcess:
     """Starts `python program arguments` in a new session, or `python -m program` if `program` is the name of a module.
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
     pipes. limit_memory: whether allocations beyond 200 GiB are refused, even if the system overcommits memory.
-    fork_servers: whether the program forks multiprocessing's fork server. If False, multiprocessing starts its fork
-    server as usual: as a new interpreter that imports all modules again.
     """
     start_server()
-    settings = limit_memory, fork_servers
-    process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, *settings))
+    process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, limit_memory))
     process.start()
     return process
 
@@ -73,7 +69,6 @@ def finish(
     cwd: Path,
     environment: Mapping[str, str],
     limit_memory: bool = False,
-    fork_servers: bool = True,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program, waits for its end and returns its output.
@@ -85,7 +80,7 @@ def finish(
         out.touch()
         errors.touch()
         command = [str(program), *arguments]
-        process = start(program, arguments, cwd, environment, out, errors, limit_memory, fork_servers)
+        process = start(program, arguments, cwd, environment, out, errors, limit_memory)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -143,7 +138,6 @@ def _main(
     out: Path,
     errors: Path,
     limit_memory: bool,
-    fork_servers: bool,
 ) -> None:
     """Runs the program as `python program` would, but does not call the atexit functions at its end.
 
@@ -162,8 +156,7 @@ def _main(
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
     multiprocessing.set_start_method(None, force=True)  # resets the default
-    if fork_servers:
-        multiprocessing.util.spawnv_passfds = partial(_spawn_or_fork, multiprocessing.util.spawnv_passfds)
+    multiprocessing.util.spawnv_passfds = partial(_spawn_or_fork, multiprocessing.util.spawnv_passfds)
     # as with `python program`, sys.path must not contain the folder in which the tests were started
     first = program.parent if isinstance(program, Path) else cwd
     sys.path[:] = [str(first), *(path for path in sys.path if path not in ("", str(REPOSITORY)))]

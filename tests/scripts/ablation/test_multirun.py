@@ -1,23 +1,26 @@
-"""Tests the attention ablation as a multirun of train.py."""
+"""Tests the attention ablation, a multirun of train.py."""
 
 import csv
 import json
+import os
 import re
-from unittest.mock import MagicMock, Mock
+import signal
+import time
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from fa_train.training import train
 from scripts.ablation import multirun
-from scripts.ablation.cases import Result, StepCase, measure
-from scripts.ablation.formula import step_formula
-from scripts.ablation.multirun import Report, case_of, run_job
-from scripts.ablation.report import Records
-from tests.scripts.support.html_page import assert_self_contained
-from tests.scripts.support.wandb_runs import inspect
+from scripts.ablation.multirun import Report, measured_apart, require_one_document, run_job
+from scripts.ablation.process import ProcessError
+from scripts.ablation.results import Job, Result, load
+from tests.scripts.support.wandb_runs import environment, inspect
+from tests.support import processes
 from tests.support.marks import slow
-from tests.support.training import command_line, composed, tiny
+from tests.support.training import REPOSITORY, command_line, composed, tiny
 
 GIB = 2**30
 
@@ -41,24 +44,28 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
     with (folder / "ablation.csv").open() as file:
         first, second, third = csv.DictReader(file)
     assert [first["outcome"], second["outcome"]] == ["ok", "oom"] and second["oom"] == "1"
-    assert third["outcome"] == "skipped: 131072 ran out of memory" and not (folder / "cases" / "0002.log").exists()
+    assert (
+        third["outcome"] == "skipped: 131072 ran out of memory" and not (folder / "jobs" / "naive_262144.log").exists()
+    )
     assert first["timed_steps"] == "3" and float(second["peak_gib"]) > 0
     assert float(first["tokens_per_s"]) == pytest.approx(32 / float(first["step_ms"]) * 1e3)
-    # test_ablate_memory.py explains this formula. Here, the output matrix has 300 x 32 elements.
-    flops = 6 * (2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 300 * 32) * 32 + 6 * 2 * 32 * 32**2
+    # The FLOPs of T tokens are `6 * N * T + 6 * layers * n_heads * head_dim * T**2`. N is the number of elements in all
+    # matrices, including the output matrix of 300 x 32.
+    matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 300 * 32
+    flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert float(first["tflops"]) * 1e12 * float(first["step_ms"]) / 1e3 == pytest.approx(flops)
-    assert "step 3/3" in (folder / "cases" / "0000.log").read_text() and "step 3/3" not in done.stdout, (
+    assert "step 3/3" in (folder / "jobs" / "naive_32.log").read_text() and "step 3/3" not in done.stdout, (
         "the output of a job goes to its log only"
     )
     assert (folder / "ablation.png").read_bytes().startswith(b"\x89PNG")
     assert "must fail" in (folder / "ablation_formula.csv").read_text()
-    assert_self_contained((folder / "ablation.html").read_text())
+    assert "| naive | 131072 | oom |" in (folder / "ablation.md").read_text()
 
     runs = [inspect(path) for path in sorted(folder.rglob("*.wandb"))]
     assert len(runs) == 3
     assert {group for text in runs for group in re.findall(r'"run_group":"(.*?)"', text)} == {str(folder)}
     [summary] = [text for text in runs if '"job_type":"summary"' in text]
-    for name in ("table/ablation", "chart/peak_gib", "chart/tokens_per_s", "picture/ablation", "page"):
+    for name in ("table/ablation", "chart/peak_gib", "chart/tokens_per_s", "picture/ablation"):
         assert name in summary, name
     trained = [text for text in runs if '"job_type":"train"' in text]
     assert ["seq_len=32" in text and "perf/tokens_per_s" in text for text in trained].count(True) == 1
@@ -79,18 +86,19 @@ def job(tmp_path, monkeypatch):
     def run(number, attention, seq_len, outcome, *overrides):
         ran = []
 
-        def apart(function, arguments, timeout, log):
-            ran.append(arguments[-1])
+        def call_apart(function, arguments, timeout, log):
+            if function is multirun.gpu_and_memory:
+                return "no GPU", 80 * GIB
+            ran.append(arguments)
             return Result(outcome, peak_gib=1.0)
 
-        monkeypatch.setattr(multirun, "apart", apart)
-        monkeypatch.setattr(multirun, "call_apart", lambda *arguments: 80 * GIB)
+        monkeypatch.setattr(multirun, "call_apart", call_apart)
         names = [f"attention={attention}", f"seq_len={seq_len}", *overrides]
         with composed(tmp_path, *ablation(tmp_path, *names)) as cfg:
             hydra = HydraConfig.instance().cfg.hydra
             OmegaConf.set_readonly(hydra, False)
             hydra.job.num = number
-            return run_job(measure, cfg, timeout=1), len(ran)
+            return run_job(train, cfg, timeout=1), len(ran)
 
     return run
 
@@ -103,6 +111,7 @@ def test_jobs_are_skipped_continued_and_tried_again(job):
     assert job(3, "naive", 32, "ok")[1] == 1
     assert job(4, "sdpa", 256, "failed: crash")[1] == 1, "only naive attention ran out of memory"
     assert [job(0, "naive", 64, "ok")[1], job(1, "naive", 128, "ok")[1], job(4, "sdpa", 256, "ok")[1]] == [0, 0, 1]
+    assert [job(0, "naive", 16, "ok")[1], job(1, "naive", 32, "ok")[1]] == [1, 0], "other lengths"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,6 @@ def test_jobs_differ_in_attention_and_length_alone(job, other):
 
 
 def test_a_continued_ablation_has_the_same_settings(job):
-    """A StepCase has no batch_size, so a job with another batch size would reuse the earlier job's result."""
     job(0, "naive", 64, "ok")
     assert job(0, "naive", 64, "ok", "sweep_job.timeout=9", "logger=csv", "++trainer.logger=false")[1] == 0
     with pytest.raises(SystemExit, match="got batch_size=2, but batch_size=1 in the earlier jobs in"):
@@ -124,7 +132,8 @@ def test_a_continued_ablation_has_the_same_settings(job):
 
 def test_a_continued_ablation_has_the_same_gpu(job, tmp_path):
     job(0, "naive", 64, "ok")
-    (tmp_path / "sweep" / "cases" / "gpu.txt").write_text("NVIDIA H200\n")
+    path = tmp_path / "sweep" / "jobs" / "settings.json"
+    path.write_text(path.read_text().replace("no GPU", "NVIDIA H200"))
     with pytest.raises(SystemExit, match=r"^error: hydra.sweep.dir must .* of no GPU; got .* are of NVIDIA H200$"):
         job(0, "naive", 64, "ok")
 
@@ -139,7 +148,7 @@ def test_an_ablation_without_a_result_may_continue_with_other_settings(job):
 def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
     done = command_line(tmp_path, "-m", *ablation(tmp_path, "model.n_kv_heads=3", "attention=naive,sdpa"))
     assert done.returncode == 1 and "n_heads must be a multiple of" in done.stderr.splitlines()[-1], done.stderr
-    assert not list(tmp_path.rglob("*.jsonl"))
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def with_hydra(cfg):
@@ -148,14 +157,12 @@ def with_hydra(cfg):
 
 
 @pytest.mark.slow
-def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path, capsys):
-    with composed(tmp_path, *ablation(tmp_path)) as cfg:
-        with pytest.raises(SystemExit, match="1"):
-            Report().on_multirun_end(with_hydra(cfg))
-        assert "IndexError" in capsys.readouterr().err, "there are no jobs"
+def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path):
+    with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match="no job has a result in"):
+        Report().on_multirun_end(with_hydra(cfg))
     job(0, "naive", 64, "ok")
     job(1, "sdpa", 64, "failed: exit status 7")
-    with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match=r"1 of 2 .*nano sdpa 64"):
+    with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match=r"1 of 2 .*sdpa 64"):
         Report().on_multirun_end(with_hydra(cfg))
     assert "failed: exit status 7" in (tmp_path / "sweep" / "ablation.csv").read_text()
 
@@ -180,24 +187,50 @@ def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, 
     assert [[given["mode"], given["entity"], given["project"]] for given in started] == expected
 
 
-def test_each_case_is_a_separate_wandb_run_even_if_wandb_run_id_is_set(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    started = []
-    monkeypatch.setattr("wandb.init", lambda **given: started.append(given["id"]) or MagicMock())
-    records = Records("offline", "project", "group", tmp_path)
-    for seq_len in (32, 64):
-        records.case(StepCase("nano", "naive", seq_len, "cpu", "32-true", 1, 1.0), Result("ok"))
-    assert len({*started} - {None, "mine"}) == 2
+@pytest.mark.slow
+def test_an_error_in_the_report_ends_the_program_with_1(job, tmp_path, monkeypatch, capsys):
+    job(0, "naive", 64, "ok")
+    monkeypatch.setattr(multirun, "write_files", Mock(side_effect=OSError("no space")))
+    with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match="1"):
+        Report().on_multirun_end(with_hydra(cfg))
+    assert "OSError: no space" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_case_has_what_the_formula_needs(tmp_path):
-    own = ["memory=full", "optimizer=adamw_8bit", "model.n_layers=3", "attention=naive"]
-    with composed(tmp_path, *ablation(tmp_path, *own)) as cfg:
-        formula = step_formula(case_of(cfg))
-        parameters = sum(x.numel() for x in multirun.instantiate(cfg.model, vocab_size=300).parameters())
-    assert formula.fixed == 10 * parameters
-    assert formula.per_pair == 12 * 4 + 1, "one layer's scores at a time"
+def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
+    arguments = ["-m", *ablation(tmp_path, "attention=naive,chunked,sdpa", "seq_len=32", "max_steps=300")]
+    folder, out, errors = (tmp_path / name for name in ("sweep/jobs", "out", "errors"))
+    out.touch()
+    errors.touch()
+    multirun_of_long_jobs = processes.start(REPOSITORY / "train.py", arguments, tmp_path, environment(), out, errors)
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "naive_32.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # the second job should run now; the third may already run
+        os.killpg(multirun_of_long_jobs.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the whole process group
+        multirun_of_long_jobs.join(30)
+    finally:
+        multirun_of_long_jobs.kill()
+    stderr = errors.read_text()
+    assert multirun_of_long_jobs.exitcode == 128 + signal.SIGINT, stderr
+    assert stderr.strip().splitlines()[-1].startswith("stopped; ")
+    kept = load(folder)
+    assert len(kept) in (1, 2) and kept[Job("naive", 32)].outcome == "ok"
+    done = command_line(tmp_path, *arguments, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert load(folder).keys() == {Job("naive", 32), Job("chunked", 32), Job("sdpa", 32)}
+    assert kept.items() <= load(folder).items(), "finished jobs are not measured again"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "result"),
+    [(-signal.SIGKILL, Result("oom")), (7, Result("failed: exit status")), (None, Result("failed: exit status"))],
+)
+def test_a_process_killed_by_linux_ran_out_of_memory(exitcode, result, tmp_path, monkeypatch):
+    monkeypatch.setattr(multirun, "call_apart", Mock(side_effect=ProcessError("exit status", exitcode)))
+    with composed(tmp_path, *ablation(tmp_path)) as cfg:
+        assert measured_apart(train, cfg, 1.0, tmp_path / "log") == result
 
 
 @pytest.mark.parametrize(
@@ -216,4 +249,4 @@ def test_a_job_is_a_step_on_one_document(override, tmp_path):
         composed(tmp_path, *ablation(tmp_path, override)) as cfg,
         pytest.raises(ValueError, match=f"{override.split('=')[0]}.* got {override.split('=')[1]}"),
     ):
-        case_of(cfg)
+        require_one_document(cfg)

@@ -13,6 +13,7 @@ import torch
 from hydra.utils import instantiate
 
 from fa_train import training
+from fa_train.models.gpt import GPT
 from scripts.bench import step
 from scripts.bench.case_process import case_of
 from scripts.bench.peers import time_steps
@@ -157,6 +158,25 @@ def test_ours_takes_the_steps_of_a_run(tmp_path):
     torch.manual_seed(0)
     measure_ours(configuration(CASE), torch.device("cpu"), times)
     assert times.losses == pytest.approx(list(column(tmp_path, "train/loss").values()), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["chunked", "sdpa"])
+def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch, updates):
+    """A case runs two warm-up steps and two timed steps, all with 320 tokens."""
+    lengths, compiled = [], []
+    block, forward = GPT.compile_blocks, GPT.forward
+    monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))
+    monkeypatch.setattr(
+        GPT, "forward", lambda model, x, *more, **named: lengths.append(len(x)) or forward(model, x, *more, **named)
+    )
+    torch._dynamo.reset()
+    case = replace(CASE, attention=attention, seq_len=320, variant="ours-none-compiled")
+    row = measure(case)
+    assert row.outcome == "ok" and row.steps == 2
+    assert len(compiled) == 1 and lengths == [320] * 4 and len(updates) == 4
+    measure(replace(case, variant="ours-none"))
+    assert len(compiled) == 1 and lengths == [320] * 8 and len(updates) == 8
 
 
 @pytest.mark.parametrize(
