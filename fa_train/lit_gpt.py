@@ -323,7 +323,7 @@ class LitGPT(L.LightningModule):
         checkpoint[ADAPTER] = adapter_values(self.model)
         checkpoint[SKIPPED], checkpoint[SKIPPED_IN_A_ROW] = self.skipped_steps.item(), self._skipped_in_a_row.item()
         checkpoint[TRAINED_WEIGHTS] = trained_weights(self, self.trainer.optimizers)
-        drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
+        drop_base(self.model, checkpoint)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches
         if progress["current"]["processed"] != completed:

@@ -1,43 +1,41 @@
 """The frozen base model of an adapter.
 
-The checkpoint of a run with an adapter holds the name and hash of the base model, but not the base model's weights.
+The checkpoint of a run with an adapter holds the name and hash of the pretrained base model, but not the base model's
+weights. If the base model's weights are random, the checkpoint holds all weights.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fa_train.checkpoints.architecture import ARCHITECTURE, require_same_head
 from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_shapes, shapes
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.weights import weight_files
+from fa_train.models.origin import Origin
 
 REFERENCE = "base_model"  # a checkpoint stores the name and hash of the base model under this key
 PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 
 
-def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
+def drop_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     """Removes the frozen weights of LoRA from LitGPT's checkpoint, and stores a reference to the base model instead.
 
-    The reference holds the base model's name, hash and vocabulary size. If LoRA has frozen no weights, drop_base does
-    not change `checkpoint`. Weights that were frozen in another way may have been trained before, so they are kept.
-    device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
-    seed.
+    The reference holds the base model's name, hash and vocabulary size. If `model.base_weights` is empty, drop_base
+    does not change `checkpoint`. Weights that were frozen in another way may have been trained before, so they are
+    kept.
     """
     if not model.base_weights:
         return
+    assert model.origin is not None, "LoRA sets base_weights only for a model with an origin"
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in model.base_weights and not parameter.requires_grad:
             checkpoint["state_dict"].pop(PREFIX + name, None)
     checkpoint[REFERENCE] = {
-        "name": name_of(model),
-        "sha256": base_hash(model),
-        "drawn_on": None if _has_files(model) else device.type,
+        "name": str(model.origin.pretrained),
+        "sha256": base_hash(model.origin),
         "vocab_size": model.config.vocab_size,
     }
 
@@ -71,10 +69,14 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
     """
     require_same_weights(model, stored, content, checkpoint)
     reference = content.get(REFERENCE)
-    if reference is not None and base_hash(model) != reference["sha256"]:
+    if reference is None:
+        return
+    sha256 = None if model.origin is None else base_hash(model.origin)
+    if sha256 != reference["sha256"]:
+        got = f"{model.origin.pretrained} with SHA-256 {sha256[:12]}…" if model.origin and sha256 else "random weights"
         raise CheckpointError(
             f"{checkpoint} needs the base model that its adapter was trained on: {reference['name']} with SHA-256 "
-            f"{reference['sha256'][:12]}…; got {name_of(model)} with SHA-256 {base_hash(model)[:12]}…"
+            f"{reference['sha256'][:12]}…; got {got}"
         )
 
 
@@ -99,41 +101,17 @@ def require_same_weights(model: GPT, stored: Shapes, content: Mapping[str, Any],
     require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)
 
 
-def base_hash(model: GPT) -> str:
-    """Returns the SHA-256 of the base model.
-
-    The hash covers config.json and the weight files. For a base model without files, the hash covers its random
-    weights.
+def base_hash(origin: Origin) -> str:
+    """Returns the SHA-256 of the base model's config.json and weight files.
 
     The hash does not depend on precision, 4-bit quantization or sharding. A process reads each weight file only once.
     """
-    if not _has_files(model):
-        assert model.random_base_hash is not None, "LoRA sets it"
-        return model.random_base_hash
-    assert model.origin is not None and model.origin.folder is not None
+    assert origin.folder is not None, "load_pretrained sets it"
     digest = hashlib.sha256()
-    for path in (model.origin.folder / "config.json", *weight_files(model.origin.folder)):
+    for path in (origin.folder / "config.json", *weight_files(origin.folder)):
         state = path.stat()
         digest.update(f"{path.name} {_file_hash(path, state.st_size, state.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
-
-
-def hash_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Returns the SHA-256 of the names, shapes, dtypes and elements of weights."""
-    digest = hashlib.sha256()
-    for name, weight in weights:
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def name_of(model: GPT) -> str:
-    """Returns the base model's name for messages to the user."""
-    return str(model.origin.pretrained) if _has_files(model) and model.origin else "weights drawn from a seed"
-
-
-def _has_files(model: GPT) -> bool:
-    return model.origin is not None and model.origin.folder is not None
 
 
 @cache

@@ -17,7 +17,7 @@ from fa_train.memory.offload import Offload
 from fa_train.models.attention import Attention, flash_attention, function_of, require_softcap, soft_capped
 from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
-from fa_train.models.initial import Constant, Distribution, Normal, drawing_device, drawn, initialise
+from fa_train.models.initial import Constant, Distribution, Normal, initialise
 from fa_train.models.norms import NormModule, OffsetRMSNorm, add_and_norm, build_norm, zeros_to_add
 from fa_train.models.origin import Origin
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table
@@ -45,8 +45,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint from which the weights were loaded, or None if the weights are random
-    random_base_hash: str | None = None  # a hash of the frozen weights; LoRA sets the hash if the weights are random
-    # the names of the weights that LoRA has frozen; checkpoints omit a weight as long as it is frozen
+    # the names of the weights of `origin` that LoRA has frozen; checkpoints omit a weight as long as it is frozen
     base_weights: frozenset[str] = frozenset()
 
     def __init__(
@@ -263,12 +262,6 @@ class GPT(nn.Module):
         """Gives all weights their random initial values. In a sharded model, sets only this rank's rows."""
         for name, distribution in self._distributions():
             initialise(self.get_parameter(name), distribution, self.seed, name)
-
-    def drawn_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each weight's name, and its random initial values as a whole tensor in fp32."""
-        for name, distribution in self._distributions():
-            parameter = self.get_parameter(name)
-            yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)
 
     def _distributions(self) -> Iterator[tuple[str, Distribution]]:
         """Yields the initial distribution of each parameter, but not of adapter parameters.

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
-from fa_train.checkpoints.base import hash_weights
 from fa_train.memory.planner.plan import LINEARS, Adapters
 from fa_train.memory.tiled_adapters import FrozenLinear
 from fa_train.models.autocast import compute_dtype
@@ -116,11 +115,6 @@ class LoRA:
             raise ValueError(f"adapter=lora and adapter=qlora need a model that can be exported: {error}") from error
         names = [name for parts in linears.values() for name in parts]
         settings._require_names(names)
-        if model.origin is None:
-            if model.token_embedding.weight.is_meta:
-                model.add_initialiser(_hash_random_base)
-            else:
-                model.random_base_hash = hash_weights(model.named_parameters())
         model.requires_grad_(False)
         for path, parts in linears.items():
             wanted = {name: place for name, place in parts.items() if settings.targets(name)}
@@ -129,9 +123,10 @@ class LoRA:
                 linear = model.get_submodule(path)
                 assert isinstance(linear, nn.Linear)
                 setattr(model.get_submodule(parent), attribute, LoRALinear(linear, path, wanted, settings))
-        model.base_weights = frozenset(
-            name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
-        )
+        if model.origin is not None:
+            model.base_weights = frozenset(
+                name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+            )
         model.register_load_state_dict_pre_hook(_keep_loaded_base)
         model.choose_ffns()
         load = partial(load_adapter, folder=Path(settings.path)) if settings.path is not None else None
@@ -453,15 +448,6 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
     if not isinstance(targets, str | list):
         raise ValueError(f"{path}: target_modules must be a text or a list; got {json.dumps(targets)}")
     return replace(own, **{name: config[name] for name in READ & config.keys()})
-
-
-def _hash_random_base(model: GPT) -> None:
-    """Hashes the weights of a base model that was not loaded from a checkpoint.
-
-    The function draws the random weights again, because the model's parameters may be rounded to bf16, or hold only
-    this rank's rows.
-    """
-    model.random_base_hash = hash_weights(model.drawn_weights())
 
 
 def _keep_loaded_base(model: GPT, weights: Mapping[str, Tensor], prefix: str, *args: Any) -> None:

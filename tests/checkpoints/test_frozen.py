@@ -1,7 +1,9 @@
 """Tests the checkpoints of models with frozen weights.
 
-A checkpoint leaves out frozen weights only if they are the base model of an adapter.
+A checkpoint leaves out frozen weights only if they are the pretrained base model of an adapter.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from tests.support.runs import run
 from tests.support.trainers import lit_gpt
 from tests.support.training import column
 
-CPU = torch.device("cpu")
 EMBEDDING = "token_embedding.weight"
 FROZEN = "adapter._target_=tests.checkpoints.support.callbacks.freeze_embedding"
 SIX_STEPS = ("model=llama_1b", "max_steps=6", "callbacks.checkpoint.every_n_train_steps=3")
@@ -29,10 +30,16 @@ def small() -> GPT:
     return small_gpt(levers(), torch.get_default_device())
 
 
+@pytest.fixture
+def pretrained(tmp_path) -> Path:
+    save_pretrained(small(), tmp_path / "base", None)
+    return tmp_path / "base"
+
+
 def saved(model: GPT) -> dict:
     """Returns the parts of LitGPT's checkpoint that drop_base and restore_base use."""
     checkpoint = {"state_dict": {f"model.{name}": weight.clone() for name, weight in model.state_dict().items()}}
-    drop_base(model, checkpoint, CPU)
+    drop_base(model, checkpoint)
     return checkpoint
 
 
@@ -71,8 +78,20 @@ def test_without_an_adapter_frozen_weights_are_kept():
     assert REFERENCE not in checkpoint and names(checkpoint) == set(model.state_dict())
 
 
-def test_with_an_adapter_only_the_weights_that_lora_froze_are_left_out():
-    model = lora()(freeze_embedding(small()))
+def test_a_random_base_is_stored_with_its_adapter():
+    model = lora()(small())
+    checkpoint = saved(model)
+    assert REFERENCE not in checkpoint and names(checkpoint) == set(model.state_dict())
+
+
+def test_the_base_of_an_adapter_is_no_random_model(pretrained):
+    checkpoint = saved(lora()(load_pretrained(pretrained, "naive")))
+    with pytest.raises(CheckpointError, match=rf"trained on: {pretrained} with SHA-256 \w+…; got random weights$"):
+        restore_base(lora()(small()), checkpoint)
+
+
+def test_with_an_adapter_only_the_weights_that_lora_froze_are_left_out(pretrained):
+    model = lora()(freeze_embedding(load_pretrained(pretrained, "naive")))
     a = next(iter(adapter_tensors(model).values()))
     a.requires_grad_(False)
     model.norm.weight.requires_grad_(True)
@@ -92,16 +111,15 @@ def test_with_an_adapter_only_the_weights_that_lora_froze_are_left_out():
         restore_base(model, checkpoint)
 
 
-def test_checkpoints_of_earlier_versions_without_frozen_weights_fit(tmp_path):
-    save_pretrained(small(), tmp_path / "base", None)
-    model = freeze_embedding(load_pretrained(tmp_path / "base", "naive"))
-    earlier = saved(lora()(load_pretrained(tmp_path / "base", "naive")))[REFERENCE]
+def test_checkpoints_of_earlier_versions_without_frozen_weights_fit(pretrained):
+    model = freeze_embedding(load_pretrained(pretrained, "naive"))
+    earlier = saved(lora()(load_pretrained(pretrained, "naive")))[REFERENCE]
     checkpoint = saved(model) | {REFERENCE: earlier}
     del checkpoint["state_dict"][f"model.{EMBEDDING}"]
     require_fit(model, shapes(checkpoint["state_dict"]), checkpoint, "the checkpoint")
     restore_base(model, checkpoint)
     assert torch.equal(checkpoint["state_dict"][f"model.{EMBEDDING}"], model.token_embedding.weight)
-    frozen = lora()(load_pretrained(tmp_path / "base", "naive"))
+    frozen = lora()(load_pretrained(pretrained, "naive"))
     adapter = adapter_tensors(frozen)
     next(iter(adapter.values())).requires_grad_(False)
     checkpoint = saved(frozen)
@@ -111,12 +129,10 @@ def test_checkpoints_of_earlier_versions_without_frozen_weights_fit(tmp_path):
     require_fit(frozen, shapes(checkpoint["state_dict"]), checkpoint, "the checkpoint")
 
 
-@pytest.mark.parametrize("has_files", [False, True], ids=["drawn", "files"])
-def test_another_base_that_is_loaded_after_lora_is_stored(has_files, tmp_path):
+def test_another_base_that_is_loaded_after_lora_is_stored(pretrained, tmp_path):
     def base() -> GPT:
-        return load_pretrained(tmp_path / "base", "naive") if has_files else small()
+        return load_pretrained(pretrained, "naive")
 
-    save_pretrained(small(), tmp_path / "base", None)
     model, own = lora()(base()), base()
     model.load_state_dict(own.state_dict(), strict=False)
     assert REFERENCE in saved(model), "the same base model is left out"
@@ -133,9 +149,9 @@ def test_another_base_that_is_loaded_after_lora_is_stored(has_files, tmp_path):
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
-def test_a_resumed_run_stores_the_base_model_if_its_checkpoint_does(has_reference):
+def test_a_resumed_run_stores_the_base_model_if_its_checkpoint_does(has_reference, pretrained):
     """FullyShardedStrategy loads the weights itself, and passes a checkpoint without weights to LitGPT."""
-    model = lora()(small())
+    model = lora()(load_pretrained(pretrained, "naive"))
     lit = lit_gpt(model, torch.optim.SGD)
     assert model.base_weights
     lit.on_load_checkpoint({REFERENCE: {}} if has_reference else {})

@@ -46,7 +46,6 @@ from tests.support.training import column, command_line, composed, tiny, write_c
 
 pytestmark = [pytest.mark.slow, needs_ports]
 RANKS = ("strategy=fsdp", "trainer.devices=2")
-ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)
 UNFROZEN = ("+callbacks.unfreeze._target_=tests.checkpoints.support.callbacks.UnfreezeAfterStepTwo",)
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
@@ -80,12 +79,17 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_run(shared) -> Path:
-    return train_in(shared / "whole", shared)
+    return train_in(shared / "whole", shared, "export=true")
+
+
+def lora(shared: Path) -> tuple[str, ...]:
+    """Returns overrides that train an adapter of the model that `whole_run` has exported."""
+    return "adapter=lora", "optimizer.lr=0.01", "model=pretrained", f"model.pretrained={shared}/whole/exported"
 
 
 @pytest.fixture(scope="module")
-def adapter_run(shared) -> Path:
-    return train_in(shared / "adapter", shared, *ADAPTER)
+def adapter_run(shared, whole_run) -> Path:
+    return train_in(shared / "adapter", shared, *lora(shared))
 
 
 def write_evil(folder: Path, in_metadata: bool) -> None:
@@ -128,9 +132,9 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     dist.barrier()  # wait until rank 0 has renamed the checkpoint
     newest = max((shared / "cut" / "checkpoints").iterdir())
     train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
-    train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER, "memory.mlp_chunk=16")
+    train_in(shared / "sharded_adapter", shared, *RANKS, *lora(shared), "memory.mlp_chunk=16")
     for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
-        train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
+        train_in(shared / run, shared, *RANKS, *lora(shared), f"ckpt_path={shared}/{start}/{step_three}")
     train_in(shared / "sharded_frozen", shared, *RANKS, *FROZEN)
     train_in(shared / "ddp_frozen", shared, *RANKS, "strategy=ddp", "+strategy.find_unused_parameters=true", *FROZEN)
     train_in(shared / "sharded_unfrozen", shared, *RANKS, *UNFROZEN)
@@ -260,7 +264,8 @@ def test_a_sharded_checkpoint_of_an_adapter_holds_no_base(shared, adapter_run, t
     folder = two_ranks / "sharded_adapter" / "checkpoints" / "step_0000003.ckpt"
     content = load_sharded(folder)
     assert content["state_dict"] and all("lora_" in name for name in content["state_dict"])
-    assert_goes_on(train_in(shared / "one_from_two_adapters", shared, *ADAPTER, f"ckpt_path={folder}"), adapter_run)
+    rest = train_in(shared / "one_from_two_adapters", shared, *lora(shared), f"ckpt_path={folder}")
+    assert_goes_on(rest, adapter_run)
     for name in ("adapter", "sharded_adapter"):
         trained_model.export(shared / name / "checkpoints/step_0000006.ckpt", tmp_path / name, [], None)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("adapter", "sharded_adapter"))

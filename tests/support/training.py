@@ -63,9 +63,10 @@ def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
 def tiny(tmp_path: Path, *overrides: str) -> list[str]:
     """Returns overrides for a tiny run whose corpus and cache are below tmp_path.
 
-    `overrides` take precedence over `TINY`.
+    `overrides` take precedence over `TINY`. With model=pretrained, the sizes in `TINY` are left out.
     """
-    settings = dict(override.split("=", 1) for override in (*TINY, *overrides))
+    own = [x for x in TINY if not ("model=pretrained" in overrides and x.startswith("model."))]
+    settings = dict(override.split("=", 1) for override in (*own, *overrides))
     if settings["data"] == "text":
         settings["data.path"] = str(write_corpus(tmp_path / "corpus"))
     if settings["data"] != "synthetic":

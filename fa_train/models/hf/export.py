@@ -1,7 +1,6 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
-The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. An
-export needs a GPU only if the run trained an adapter on a base model whose random weights were drawn on a GPU.
+The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory.
 """
 
 import shutil
@@ -31,7 +30,6 @@ from fa_train.models.hf.import_ import (
     save_pretrained,
     save_tokenizer,
 )
-from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
@@ -172,8 +170,8 @@ def write(
 def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[GPT, int]:
     """Loads a trained model to the CPU. Returns the model and the number of optimizer steps that trained it.
 
-    A checkpoint with an adapter does not contain the frozen base model. `build` loads the base model's weights, or
-    draws them at random.
+    A checkpoint with an adapter of a pretrained base model does not contain the base model's weights. `build` loads
+    them.
     chosen: the config keys that the user has overridden. An overridden key may have another value than in training.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, was trained with other
     settings, or has weights that are NaN or infinite.
@@ -182,7 +180,7 @@ def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[
     content, weights = read_parts(checkpoint)
     stored = shapes(weights)
     reference = content.get(REFERENCE)
-    model = _empty(build, checkpoint, stored) if reference is None else _base(build, checkpoint, reference)
+    model = _empty(build, checkpoint, stored) if reference is None else build(reference["vocab_size"])
     require_fit(model, stored, content, str(checkpoint))
     _require_same_settings(model, content, checkpoint, chosen)
     if checkpoint.is_dir():
@@ -384,18 +382,6 @@ def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:
         raise CheckpointError(f"{checkpoint} must hold the weights of a GPT; it has no token_embedding.weight")
     with torch.device("meta"):
         return build(embedding[0])
-
-
-def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
-    """Builds the model with the frozen base weights that were used to train its adapter."""
-    device_type = reference["drawn_on"] or "cpu"
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError(
-            f"{checkpoint} needs a CUDA GPU, because its adapter was trained on weights that a GPU drew from a seed; "
-            "torch sees no GPU on this machine"
-        )
-    with drawn_on(torch.device(device_type)):
-        return build(reference["vocab_size"])
 
 
 def _data(config: Mapping[str, Any]) -> str:

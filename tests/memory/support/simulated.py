@@ -35,7 +35,6 @@ from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.planner.plan import Buckets
 from fa_train.memory.tiled_adapters import adapted_mlp_backward, adapted_mlp_forward
 from fa_train.memory.tiled_ffn import mlp_backward, mlp_forward
-from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
 from fa_train.models.norms import zeros_to_add
 from fa_train.models.rope import rotary_table
@@ -199,7 +198,6 @@ def as_on_a_gpu() -> Iterator[None]:
         )
         patch.setattr(host_memory, "available_host_bytes", lambda: 2**60)
         patch.setattr(checks, "require_backend", lambda *_: None)  # nothing is computed
-        patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
         patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
         yield
@@ -303,7 +301,6 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "require_backend", lambda *_: None)  # nothing is computed
-        patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
         try:
             model = build()
