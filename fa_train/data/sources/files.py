@@ -1,12 +1,10 @@
 """Finds, hashes and reads files of documents. Errors name the file and the line."""
 
+import csv
 import fnmatch
 import hashlib
-import io
 import json
-import mmap
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,17 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet
 
-CSV_BLOCK = 2**26  # a .csv file is read in blocks of this many bytes, and each row must fit into one block
+CSV_VALUE = 2**26  # the largest number of characters of a value; a quote without an end must not fill the memory
 PARQUET_ROWS = 256  # rows per read; Arrow's default is 65,536 rows, which do not fit in memory if each row is a book
 WILDCARDS = frozenset("*?[")
 KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
 RECOVERED = "lost+found"  # the folder into which fsck puts recovered files; only the user root can read this folder
-# A quoted value of a .csv file begins at the start of the file, or after a comma, a new line or the byte order mark.
-# The last group of the match is None if the value has no closing quote. White space may follow the closing quote.
-QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
 
 
 @dataclass(frozen=True)
@@ -244,14 +238,9 @@ def read_text(path: Path) -> str:
             raise _not_utf8(f"{path}, line {line}", error.object[error.start]) from error
 
 
-def _require_utf8(path: Path) -> None:
-    """Raises: ValueError if a line is not valid UTF-8. The error message names the first invalid line."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                raise _not_utf8(f"{path}, line {number}", line[error.start]) from error
+def _invalid_byte(error: UnicodeEncodeError, where: str) -> ValueError:
+    """Returns an error about the byte that errors="surrogateescape" has decoded to a surrogate."""
+    return _not_utf8(where, ord(error.object[error.start]) - 0xDC00)  # the surrogate of byte b is U+DC00 + b
 
 
 def _not_utf8(where: str, byte: int) -> ValueError:
@@ -318,7 +307,7 @@ def _parsed(line: str, where: str) -> dict[str, Any] | ValueError:
         line.encode()
         return _object(json.loads(line), "every line must be a JSON object", where)
     except UnicodeEncodeError as error:
-        return _not_utf8(where, ord(line[error.start]) - 0xDC00)  # the surrogate of byte b is U+DC00 + b
+        return _invalid_byte(error, where)
     except (ValueError, RecursionError) as error:  # the line is not JSON, has a huge integer, or is nested too deeply
         return ValueError(f"every line must be a JSON object; {where} is not: {error}")
 
@@ -353,55 +342,36 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
 
 
 def _csv(path: Path) -> Iterator[SourceRow]:
-    with _readable(path):
-        _require_closed_quotes(path)
-    read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
-    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    number = 0
-    with _named_corruption(path, "CSV"):
-        with pyarrow.csv.open_csv(path, read, parse) as file:
-            names = file.schema.names
-            if repeated := {name for name in names if names.count(name) > 1}:
-                raise ValueError(f"the columns of {path} must have different names; got {min(repeated)} more than once")
-            texts = dict.fromkeys(file.schema.names, pa.string())  # Arrow would read the answer "4" as a number
-        convert = pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=False)
-        with _WholeLineEnds(path) as content, pyarrow.csv.open_csv(content, read, parse, convert) as file:
-            for batch in file:
-                for value in batch.to_pylist():
-                    number += 1
-                    yield SourceRow(number, f"{path}, row {number}", value)
+    rows = _csv_rows(path)
+    _, names = next(rows, ("", []))
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"the columns of {path} must have different names; got {min(repeated)} more than once")
+    for number, (where, values) in enumerate(rows, 1):
+        if len(values) != len(names):
+            raise ValueError(
+                f"a row of a .csv file must have one value per column, {len(names)}; {where} has {len(values)}"
+            )
+        yield SourceRow(number, f"{path}, row {number}", dict(zip(names, values, strict=True)))
 
 
-class _WholeLineEnds(io.FileIO):
-    """A file whose reads never split a line end \\r\\n.
-
-    If a block of Arrow's CSV reader ends with \\r, Arrow removes a \\n at the start of the next block, even in a quoted
-    value.
-    """
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        block = super().read(size)
-        if len(block) > 1 and block.endswith(b"\r"):
-            self.seek(-1, os.SEEK_CUR)
-            return block[:-1]
-        return block
-
-
-def _require_closed_quotes(path: Path) -> None:
-    """Raises: ValueError if a quoted value has no closing quote.
-
-    Arrow would read all rows after the opening quote as a part of the quoted value.
-    """
-    if not path.stat().st_size:  # an empty file cannot be memory-mapped
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for match in QUOTED.finditer(content):
-            if match[1] is None:
-                line = sum(1 for _ in re.finditer(rb"\r\n?|\n", content[: match.start()])) + 1
-                raise ValueError(
-                    "a value that begins with a quote must end with a quote before a comma or a new line; the value "
-                    f'in {path}, line {line} does not. Write a quote inside a quoted value as ""'
-                )
+def _csv_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields the place and the values of each row. The first row has the column names. Empty lines are skipped."""
+    csv.field_size_limit(CSV_VALUE)
+    with _readable(path), path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader, line = csv.reader(file, strict=True), 1  # the next row begins in this line
+        try:
+            for row in reader:
+                "".join(row).encode()  # fails if the row has a surrogate, which stands for a byte that is not UTF-8
+                if row:
+                    yield f"{path}, line {line}", row
+                line = reader.line_num + 1
+        except UnicodeEncodeError as error:
+            raise _invalid_byte(error, f"{path}, line {line}") from error
+        except csv.Error as error:
+            raise ValueError(
+                "a value that begins with a quote must end with a quote before a comma or a new line; the row that "
+                f'begins in {path}, line {line} cannot be read: {error}. Write a quote inside a quoted value as ""'
+            ) from error
 
 
 def without_nulls(value: Any) -> Any:
@@ -418,11 +388,9 @@ def without_nulls(value: Any) -> Any:
 
 
 @contextmanager
-def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
+def _named_corruption(path: Path) -> Iterator[None]:
     """Converts an error of Arrow, for example about a missing Parquet footer, to a ValueError that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # OverflowError: a huge date
-        if kind == "CSV" and not isinstance(error, OSError):  # Arrow does not name the line of an invalid byte
-            _require_utf8(path)
-        raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error
+        raise ValueError(f"{path} must be a Parquet file; it cannot be read: {error}") from error

@@ -217,28 +217,33 @@ def test_text_that_is_not_utf8_is_named(tmp_path, name, content, where):
         texts(tmp_path / name)
 
 
-def test_a_csv_file_is_searched_for_invalid_bytes_only_after_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "CSV_BLOCK", 64)
-    path, search, searched = tmp_path / "a.csv", files._require_utf8, []
-    monkeypatch.setattr(files, "_require_utf8", lambda path: (searched.append(path), search(path)))
-    rows = "".join(f"{i},ü\n" for i in range(100))
-    path.write_bytes(b"id,text\n" + rows.encode())
-    assert texts(path) == ["ü"] * 100 and not searched
-    path.write_bytes(b"id,text\n" + rows.encode() + b"100,\xe9\n")
-    with pytest.raises(ValueError, match=rf"a text file must be UTF-8; {path}, line 102 has the byte 0xe9"):
-        texts(path)
-    path.write_bytes(b"id,text\n" + rows.encode() + b"100,a,b\n")
-    with pytest.raises(ValueError, match=r"a.csv must be a CSV file; it cannot be read: .* Expected 2 columns, got 3"):
+@pytest.mark.parametrize(("row", "got"), [("1", 1), ("1,a,b", 3)])
+def test_a_row_of_csv_has_a_value_for_each_column(tmp_path, row, got):
+    path = tmp_path / "a.csv"
+    path.write_text(f'id,text\n0,"a\nb"\n\n{row}\n')
+    with pytest.raises(ValueError, match=rf"must have one value per column, 2; {path}, line 5 has {got}$"):
         texts(path)
 
 
-def test_a_line_end_in_a_value_is_kept_at_the_end_of_a_block(tmp_path, monkeypatch):
-    """Arrow reads .csv files in blocks. With one of the tested block sizes, a block ends between \\r and \\n."""
-    path, value = tmp_path / "a.csv", "one\r\ntwo\r"
-    path.write_bytes(b"text\r\n" + f'"{value}"\r\n'.encode() * 3)
-    for size in range(20, 40):
-        monkeypatch.setattr(files, "CSV_BLOCK", size)
-        assert texts(path) == [value] * 3
+def test_a_value_of_csv_is_of_limited_size(tmp_path, monkeypatch):
+    """A quote without an end would otherwise read the rest of a large file as one value."""
+    monkeypatch.setattr(files, "CSV_VALUE", 10)
+    (tmp_path / "a.csv").write_text('text\n"' + "one\n" * 10)
+    with pytest.raises(ValueError, match=r"begins in .*a.csv, line 2 cannot be read: field larger than field limit"):
+        texts(tmp_path / "a.csv")
+
+
+def test_line_ends_in_values_of_csv_are_kept(tmp_path):
+    path, value = tmp_path / "a.csv", "one\r\ntwo\rthree\n"
+    for end in ("\r\n", "\n", "\r"):
+        path.write_bytes(f'text{end}"{value}"{end}{end}b{end}'.encode())
+        assert texts(path) == [value, "b"]
+
+
+def test_a_csv_file_without_rows_is_empty(tmp_path):
+    for content in ("", "\n", "text\n"):
+        (tmp_path / "a.csv").write_text(content)
+        assert texts(tmp_path / "a.csv") == []
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -267,13 +272,14 @@ def test_chats_that_are_not_utf8_are_invalid_rows(tmp_path):
         pytest.param('id,text\n1,"abc\n2,"foo"\n', 2, id="closed-by-the-next-quote"),
         pytest.param('id,text\n1,"a \\"b\\" c"\n', 2, id="backslash"),
         pytest.param('id,text\n1,"a"""\n2,"""\n', 3, id="escaped-quotes"),
+        pytest.param('id,text\n1,"a\nb"\n2,"a" \n', 4, id="space-after-the-quote"),
         pytest.param('\ufeff"id,text\n1,a\n', 1, id="byte-order-mark"),
     ],
 )
 def test_a_quote_without_an_end_is_named(tmp_path, content, line):
     path = tmp_path / "a.csv"
     path.write_text(content, newline="")
-    with pytest.raises(ValueError, match=f"begins with a quote must end with a quote .*{path}, line {line} does not"):
+    with pytest.raises(ValueError, match=f"begins with a quote must end with a quote .*{path}, line {line} cannot"):
         texts(path)
 
 
@@ -286,9 +292,9 @@ def test_columns_of_csv_have_different_names(tmp_path):
 
 def test_quotes_are_read_as_csv_has_them(tmp_path):
     (tmp_path / "a.csv").write_text(
-        'id,"text"\n1,a "b" c\n2,"5"" disk,\n"\n"3",""\n4,""""\n5,"a" \n6,"end"', newline=""
+        'id,"text"\n1,a "b" c\n2,"5"" disk,\n"\n"3",""\n4,""""\n5, "a"\n6,"end"', newline=""
     )
-    assert texts(tmp_path / "a.csv") == ['a "b" c', '5" disk,\n', "", '"', "a ", "end"]
+    assert texts(tmp_path / "a.csv") == ['a "b" c', '5" disk,\n', "", '"', ' "a"', "end"]
 
 
 @pytest.mark.parametrize(
