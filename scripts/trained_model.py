@@ -19,7 +19,6 @@ from fa_train.errors import explain
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.export import load as load_checkpoint
 from fa_train.models.hf.export import require_same_tokenizer, write
-from fa_train.models.hf.weights import require_file
 
 PARTS = ("model", "adapter")  # the keys of a run's config that are needed to build the model
 SHOWN = ("choices.data", "data.path", "data.name", "model.pretrained", "seed", "seq_len", "batch_size")
@@ -78,7 +77,6 @@ def name_variables(cfg: DictConfig) -> None:
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
-    require_file(path)
     try:
         saved = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OSError) as error:

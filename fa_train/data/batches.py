@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import zlib
@@ -215,12 +214,9 @@ class RangeSampler(DistributedSampler[int]):
     DistributedSampler, because Lightning does not replace a DistributedSampler.
     The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
     length of the whole run, which includes the batches before a resume.
-    Raises: ValueError if `stop` is larger than sys.maxsize, the maximum length of a sequence.
     """
 
     def __init__(self, start: int, stop: int) -> None:
-        if stop > sys.maxsize:
-            raise ValueError(f"max_steps must give at most {sys.maxsize} micro-batches per process; got {stop}")
         self.start, self.stop = start, stop
 
     def __iter__(self) -> Iterator[int]:

@@ -331,12 +331,6 @@ class PackedDataModule(L.LightningDataModule):
         # All ranks must get the same number of full micro-batches, because a rank without a micro-batch would block the
         # others.
         n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * dataset.world_size))
-        limit = self._running_trainer().limit_val_batches
-        if isinstance(limit, float) and 0 < limit * n_micro_batches < 1:  # Lightning's own error is not a ValueError
-            raise ValueError(
-                f"trainer.limit_val_batches must be an integer, or a fraction of at least 1/{n_micro_batches}, because "
-                f"the validation has {n_micro_batches} micro-batches; got {limit}"
-            )
         return self._loader(dataset, RangeSampler(0, n_micro_batches))
 
     def _micro_batches(self, rows: PackedRows, step_rows: int | None = None) -> MicroBatches:

@@ -415,15 +415,6 @@ def test_a_run_that_may_use_no_rows_for_a_validation_says_so(override, tmp_path,
     assert not list((tmp_path / "refused").rglob("checkpoints"))
 
 
-def test_a_fraction_of_the_validation_is_at_least_one_micro_batch(tmp_path):
-    overrides = *TWO_STEPS, f"data.val_path={tmp_path / 'corpus'}", "data.val_rows=4", "data.micro_batch_size=1"
-    message = r"limit_val_batches must be .* at least 1/4, because the validation has 4 micro-batches; got 0.2$"
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "refused", tmp_path, *overrides, "+trainer.limit_val_batches=0.2")
-    assert not list((tmp_path / "refused").rglob("*.ckpt"))
-    run(tmp_path / "run", tmp_path, *overrides, "+trainer.limit_val_batches=0.25")
-
-
 def test_a_metric_of_the_validation_needs_data_that_can_be_held_out(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
+from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.datamodule import hf_data, sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX, fingerprint
 from tests.data.support.chats import CHATML, PAIR, PLAIN, chat_tokenizer, many_chats, save_tokenizer, write_jsonl
@@ -50,12 +50,6 @@ def test_micro_batches_must_divide_the_batch():
     assert make().accumulation(world_size=2) == 2
     with pytest.raises(ValueError, match=r"batch_size must be a multiple of 6 \(.*size=2 \* 3 processes\); got 8"):
         make().accumulation(world_size=3)
-
-
-def test_a_run_may_have_as_many_micro_batches_as_a_sequence_has_items():
-    assert len(RangeSampler(0, 2**63 - 1)) == 2**63 - 1
-    with pytest.raises(ValueError, match=f"max_steps must give at most {2**63 - 1} micro-batches .*; got {2**63}"):
-        RangeSampler(0, 2**63)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])

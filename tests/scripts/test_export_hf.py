@@ -1,7 +1,6 @@
 """Exports runs of train.py, trained from scratch or fine-tuned, to folders that transformers can load."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -288,14 +287,6 @@ def test_the_dirpath_of_a_run_holds_its_checkpoints(scratch, tmp_path):
     config.write_text(config.read_text().replace("output_dir}/checkpoints", "output_dir}/kept"))
     trained_model.export(run / "kept" / scratch.name, tmp_path / "out", [], None)
     assert (tmp_path / "out" / "config.json").exists()
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe_in_place_of_a_runs_config_is_named(tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    os.mkfifo(tmp_path / ".hydra" / "config.yaml")
-    with pytest.raises(ValueError, match=r"config.yaml must be a file; got a pipe or another special file"):
-        trained_model.saved_config(tmp_path, [])
 
 
 @pytest.mark.parametrize("override", ["foo", "modl.pretrained=moved"])

@@ -199,10 +199,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     Raises: ValueError if a field is missing, a message is empty or a role is unknown. The error message contains
     `where`.
     """
-    try:
-        present = {name: _encodable(value) for name, value in row.items() if value is not None}
-    except RecursionError as error:
-        raise ValueError(f"a chat must have at most a few hundred levels; {where} has more: {error}") from error
+    present = {name: _encodable(value) for name, value in row.items() if value is not None}
     _require_usable(present, where)
     trained_from = 0
     form = next((form for form in FORMS if all(name in present for name in form)), None)
@@ -437,5 +434,5 @@ def _characters(value: Any) -> int:
 def _json(text: str, name: str, where: str) -> Any:
     try:
         return _encodable(json.loads(text))
-    except (ValueError, RecursionError) as error:  # the text is not JSON, has a huge integer, or is nested too deeply
+    except ValueError as error:  # the text is not JSON, or has a huge integer
         raise ValueError(f"{name} must be JSON; {where} has {text[:100]!r}: {error}") from error

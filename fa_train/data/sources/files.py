@@ -308,7 +308,7 @@ def _parsed(line: str, where: str) -> dict[str, Any] | ValueError:
         return _object(json.loads(line), "every line must be a JSON object", where)
     except UnicodeEncodeError as error:
         return _invalid_byte(error, where)
-    except (ValueError, RecursionError) as error:  # the line is not JSON, has a huge integer, or is nested too deeply
+    except ValueError as error:  # the line is not JSON, or has a huge integer
         return ValueError(f"every line must be a JSON object; {where} is not: {error}")
 
 
@@ -321,7 +321,7 @@ def _items(path: Path) -> Iterator[SourceRow]:
     text = read_text(path)
     try:
         items = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the text is not JSON, has a huge integer, or is nested too deeply
+    except ValueError as error:  # the text is not JSON, or has a huge integer
         where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
         hint = ". A file with one object per line must be named .jsonl" if "Extra data" in str(error) else ""
         raise ValueError(f"a .json file must be a list of objects; {where} is not: {error}{hint}") from error

@@ -71,7 +71,7 @@ class HFTokenizer:
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # prevents a warning when this process forks
         self.name = name
-        _require_files(name, key)
+        _require_no_broken_links(name, key)
         try:
             # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
             self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -155,19 +155,20 @@ class HFTokenizer:
         return str(self.hf.decode(list(ids), skip_special_tokens=True))
 
 
-def _require_files(name: str, key: str) -> None:
-    """Raises: ValueError if a tokenizer file in the folder `name` is not a regular file, or is a broken link.
+def _require_no_broken_links(name: str, key: str) -> None:
+    """Raises: ValueError if a tokenizer file in the folder `name` is a link that leads to nothing.
 
-    transformers would ignore some of these files.
+    Copies of folders from the hub's cache can have such links, and transformers would ignore some of them.
     """
     try:
         paths = sorted(Path(name).iterdir())
     except OSError:  # a name of the hub, or a folder that cannot be read, for which transformers raises an error
         return
     for path in paths:
-        if path.name.startswith(FILE_PREFIXES) and path.suffix in FILE_SUFFIXES and not path.is_file():
-            what = "a folder or a special file" if path.exists() else f"a link to {os.readlink(path)}, which is missing"
-            raise ValueError(f"{key} must be a folder whose tokenizer files are regular files; {path} is {what}")
+        if path.name.startswith(FILE_PREFIXES) and path.suffix in FILE_SUFFIXES and not path.exists():
+            raise ValueError(
+                f"{key} must be a folder with a tokenizer; {path} is a link to {os.readlink(path)}, which is missing"
+            )
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:

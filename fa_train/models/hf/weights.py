@@ -188,19 +188,13 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
     stored_dtype = header.get_dtype()
     if stored_dtype not in STORED_DTYPES:
         raise ValueError(
-            f"{what} must be float32, bfloat16 or float16; got {_dtype_name(stored_dtype)}. Quantized checkpoints are "
-            "not supported"
+            f"{what} must be float32, bfloat16 or float16; got {stored_dtype}. Quantized checkpoints are not supported"
         )
     wanted = (place.rows.stop - place.rows.start, *shape[1:])
     wanted = wanted[::-1] if place.transposed else wanted  # the shape that the checkpoint stores
     if tuple(header.get_shape()) != wanted:
         raise ValueError(f"{what} must be {wanted} according to config.json; got {tuple(header.get_shape())}")
     return STORED_DTYPES[stored_dtype]
-
-
-def _dtype_name(stored: str) -> str:
-    """Returns torch's name of a signed integer dtype, such as int64 for I64. Any other name is returned unchanged."""
-    return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 
 def has_weights(folder: Path) -> bool:
@@ -219,7 +213,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     """Yields each weight file with the names of its tensors, or with None if the checkpoint has no index."""
-    require_file(folder / WEIGHTS)
     if (folder / WEIGHTS).exists():
         yield folder / WEIGHTS, None
         return
@@ -232,8 +225,6 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} must name the file of each tensor in weight_map; got {weight_map}")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ValueError(f"{folder / INDEX} must name files in its folder; got {file!r} for the tensor {name}")
         by_file.setdefault(file, []).append(name)
     for file in sorted(by_file):
         if not (folder / file).is_file():
@@ -346,26 +337,17 @@ def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    require_file(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} must hold {path.name}; it does not") from error
     except OSError as error:
         raise ValueError(f"{path} must be a readable file; {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # RecursionError: the JSON is nested too deeply
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object; got {type(content).__name__}")
     return content
-
-
-def require_file(path: Path) -> None:
-    """Raises: ValueError if `path` is a folder or a special file. A program that opens a pipe waits for its writer."""
-    if path.exists() and not path.is_file():
-        raise ValueError(
-            f"{path} must be a file; got a {'folder' if path.is_dir() else 'pipe or another special file'}"
-        )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Tokenizers that produce different token ids have different identities. The code of a tokenizer is never run."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -79,12 +78,8 @@ def test_the_code_of_a_tokenizer_is_neither_run_nor_offered(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_pipe_or_a_broken_link_is_not_ignored(file, tmp_path):
+def test_a_broken_link_is_not_ignored(file, tmp_path):
     path = Path(save_tokenizer(tmp_path), file)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match=rf"tokenizer must be a folder .*; .*{file} is a folder or a special file"):
-        HFTokenizer(str(tmp_path))
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=rf"{file} is a link to .*nowhere, which is missing"):
