@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -292,28 +293,20 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
     """Writes the weights in files of at most shard_bytes bytes, and an index if there is more than one file."""
     places = places_of(model, layout)
     parameters = dict(model.named_parameters())
-    shards: list[dict[str, Place]] = [{}]
-    filled, total = 0, 0
-    for name, place in places.items():
+
+    def size(place: Place) -> int:
         parameter = parameters[place.parameter]
         share = (place.rows.stop - place.rows.start) * parameter.numel() // parameter.shape[0]
-        size = share * (dtype or parameter.dtype).itemsize
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = place
-        filled, total = filled + size, total + size
-    files = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        return share * (dtype or parameter.dtype).itemsize
+
+    split = split_state_dict_into_shards_factory(
+        places, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
-    for file, shard in zip(files, shards, strict=True):
-        tensors = {name: _take(parameters[place.parameter], place, dtype) for name, place in shard.items()}
-        save_tensors(tensors, folder / file)
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for file, names in split.filename_to_tensors.items():
+        taken = {name: _take(parameters[places[name].parameter], places[name], dtype) for name in names}
+        save_tensors(taken, folder / file)
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
