@@ -46,24 +46,18 @@ class Levers:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The keys of the YAML files in conf/memory: the fields of Levers, and the loss.
+class Memory(Levers):
+    """The keys of the YAML files in conf/memory: the levers and the loss.
 
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
     auto: if true, train.py ignores checkpointing, offload and mlp_chunk, and uses the fastest levers that fit
     (fa_train.memory.planner.levers).
-    Raises: the errors of `Levers`.
     """
 
-    checkpointing: Checkpointing
-    offload: Offloaded
-    mlp_chunk: PositiveInt | None
     loss: LinearCrossEntropy
     auto: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self.levers  # checks the values
-
     @property
     def levers(self) -> Levers:
+        """The levers without the loss. The memory planner compares and replaces them."""
         return Levers(self.checkpointing, self.offload, self.mlp_chunk)
