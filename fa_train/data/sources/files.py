@@ -75,30 +75,21 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
     if not path.strip():
         raise ValueError(f"{wanted}; got an empty text")
     base = Path(path).expanduser()
-    parts = base.parts
-    first_wildcard = next((i for i, part in enumerate(parts) if WILDCARDS & set(part)), None)
-    hidden: set[Path] = set()
     with _readable(base):
         if base.is_file():
             if suffix_of(base) not in suffixes:
                 raise ValueError(f"{wanted}; got {path}")
             return base.parent, [base], FileCounts(1, Counter())
-        if base.is_dir():
-            root, matching = base, _matching(base, ("**", "*"), hidden)
-        elif first_wildcard is not None and (root := Path(*parts[:first_wildcard])).is_dir():
-            matching = _matching(root, parts[first_wildcard:], hidden)
-        else:
+        root, pattern = _root_and_pattern(base)
+        if not root.is_dir():
             reason = "is neither a file nor a folder" if base.exists() else "does not exist"
             raise ValueError(f"{wanted}; {path} {reason}")
-        found, skipped = _sort_out(matching, suffixes)
-    skipped["names that begin with a dot"] += len(hidden)
-    files = _once(root, found)
-    skipped["links to files that are already read"] += len(found) - len(files)
-    if base.is_dir():  # skip .csv files if there are other files: a .csv file often only describes the other files
-        others = [p for p in files if suffix_of(p) != ".csv"] or files
-        skipped[".csv"] += len(files) - len(others)
-        files = others
-    counts = FileCounts(len(files), +skipped)  # the unary + removes kinds with a count of 0
+        found, skipped = _sort_out(_matching(root, pattern), suffixes)
+    once = _once(root, found)
+    # .csv files in a folder are skipped if there are other files: a .csv file often only describes the other files
+    files = ([p for p in once if suffix_of(p) != ".csv"] if base.is_dir() else []) or once
+    left_out = {"links to files that are already read": len(found) - len(once), ".csv": len(once) - len(files)}
+    counts = FileCounts(len(files), skipped + Counter(left_out))  # a sum has no kinds with a count of 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts
@@ -109,15 +100,26 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _sort_out(paths: Iterable[Path], suffixes: Sequence[str]) -> tuple[set[Path], Counter[str]]:
-    """Returns the files that have one of the suffixes, and the number of other files of each kind.
+def _root_and_pattern(base: Path) -> tuple[Path, Sequence[str]]:
+    """Splits a path before its first wildcard. For a folder, the pattern matches all files below it."""
+    first = next((i for i, part in enumerate(base.parts) if WILDCARDS & set(part)), None)
+    if first is None or base.is_dir():
+        return base, ("**", "*")
+    return Path(*base.parts[:first]), base.parts[first:]
 
+
+def _sort_out(matches: Iterable[tuple[Path, bool]], suffixes: Sequence[str]) -> tuple[set[Path], Counter[str]]:
+    """Returns the files that have one of the suffixes, and the number of skipped names of each kind.
+
+    matches: the pairs that `_matching` yields.
     Raises: ValueError if a link without a suffix, or with one of the suffixes, leads to nothing.
     """
     found, skipped = set(), Counter[str]()
-    for path in set(paths):
+    for path, is_hidden in set(matches):
         suffix = suffix_of(path)
-        if suffix in suffixes:
+        if is_hidden:
+            skipped["names that begin with a dot"] += 1
+        elif suffix in suffixes:
             if _is_file(path):
                 found.add(path)
         elif _is_file(path) if not suffix else os.path.isfile(path):
@@ -146,34 +148,33 @@ def real_paths(paths: Iterable[Path]) -> Iterator[str]:
         yield os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
 
 
-def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterator[Path]:
-    """Yields the paths below a folder that match a pattern, such as ("**", "*.txt").
+def _matching(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+    """Yields pairs (path, is_hidden) for the paths below a folder that match a pattern, such as ("**", "*.txt").
 
-    A wildcard does not match a dot at the start of a name. Paths that are skipped because their names begin with a dot
-    are added to `hidden`.
+    A path is hidden if its name begins with a dot that the pattern does not name. Nothing below it is yielded.
     Path.glob is not used, because it skips folders that cannot be read, and does not follow links in `**`.
     """
     part, *rest = pattern
     if part == "**":
-        for below in _folders(folder, hidden):
-            yield from _matching(below, rest or ["*"], hidden)
+        for below, is_hidden in _folders(folder):
+            yield from [(below, True)] if is_hidden else _matching(below, rest or ["*"])
         return
     is_glob = bool(WILDCARDS & set(part))
     for name in fnmatch.filter(os.listdir(folder), part) if is_glob else [part]:
         if is_glob and name == RECOVERED:
             continue
         if is_glob and name.startswith(".") and not part.startswith("."):
-            hidden.add(folder / name)
+            yield folder / name, True
         elif not rest:
-            yield folder / name
+            yield folder / name, False
         elif (folder / name).is_dir():
-            yield from _matching(folder / name, rest, hidden)
+            yield from _matching(folder / name, rest)
 
 
-def _folders(top: Path, hidden: set[Path]) -> Iterator[Path]:
-    """Yields a folder and all folders below it. Follows links, but yields each folder only once.
+def _folders(top: Path) -> Iterator[tuple[Path, bool]]:
+    """Yields pairs (path, is_hidden) for a folder and all folders below it. Follows links to other folders.
 
-    Skips folders whose names begin with a dot, and adds the skipped folders to `hidden`.
+    A folder below `top` is hidden if its name begins with a dot. Any other folder is entered and yielded only once.
     """
     seen = set()
     starts = [str(top)]
@@ -184,10 +185,10 @@ def _folders(top: Path, hidden: set[Path]) -> Iterator[Path]:
                 names.clear()  # os.walk does not enter the folders that are removed from its list
                 continue
             seen.add(real)
-            hidden |= {Path(folder, name) for name in names if name.startswith(".")}
+            yield Path(folder), False
+            yield from ((Path(folder, name), True) for name in names if name.startswith("."))
             names[:] = sorted(name for name in names if name != RECOVERED and not name.startswith("."))
             starts += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
-            yield Path(folder)
 
 
 def _raise(error: OSError) -> NoReturn:
