@@ -1,6 +1,7 @@
 """Writes the results of an ablation as CSV files, a page with tables, a picture, and a summary run of W&B."""
 
 import csv
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -207,6 +208,7 @@ def log_summary(
     import wandb
 
     run = wandb.init(
+        id=secrets.token_hex(4),  # without an id, the summary would continue the run that WANDB_RUN_ID names
         name="summary", job_type="summary", tags=["summary"], config=dict(head), dir=folder,
         settings=wandb.Settings(init_timeout=60, silent=True), **settings_of_run,
     )  # fmt: skip

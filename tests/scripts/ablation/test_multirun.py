@@ -180,11 +180,14 @@ def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path)
 def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, monkeypatch):
     started = []
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")  # an agent of a W&B sweep also sets WANDB_RUN_ID
+    monkeypatch.setenv("WANDB_RUN_ID", "job")
     monkeypatch.setattr("wandb.init", lambda **given: started.append(given) or Mock())
     job(0, "naive", 64, "ok")
     with composed(tmp_path, *ablation(tmp_path, "logger=wandb", *overrides)) as cfg:
         Report().on_multirun_end(with_hydra(cfg))
     assert [[given["mode"], given["entity"], given["project"]] for given in started] == expected
+    assert all(given["id"] not in (None, "job") for given in started), "the summary must not continue a job's run"
 
 
 @pytest.mark.slow
