@@ -31,7 +31,7 @@ from fa_train.flops import peak_flops
 from scripts.ablation.formula import OPERANDS, sized_model, step_formula
 from scripts.ablation.process import ProcessError, call_apart
 from scripts.ablation.report import in_order, log_summary, write_files
-from scripts.ablation.results import Job, Result, Settings, load, load_settings, save, save_settings, skipped
+from scripts.ablation.results import Job, Result, Settings, load, load_settings, remove, save, save_settings, skipped
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import Device, memory_gib, step_flops
 
@@ -90,8 +90,8 @@ def require_one_document(cfg: DictConfig) -> None:
 def require_same_settings(cfg: DictConfig, folder: Path, has_results: bool, timeout: float, log: Path) -> None:
     """Ends the program if a job has other settings than the earlier jobs in the multirun's folder, or another GPU.
 
-    Without this check, one table could mix results of different settings. The first job writes its settings to the
-    folder if the folder has no results yet. It also prints the minimum memory of naive attention.
+    Without this check, one table could mix results of different settings. If the folder has no results of completed
+    jobs, the first job writes its settings to the folder. It also prints the minimum memory of naive attention.
     """
     hydra = HydraConfig.get()
     is_first, earlier = hydra.job.num == 0, load_settings(folder)
@@ -102,6 +102,8 @@ def require_same_settings(cfg: DictConfig, folder: Path, has_results: bool, time
         except (ProcessError, ValueError, HydraException) as error:
             sys.exit(f"error: {explain(error)}")
         print(settings.explanation, flush=True)
+        if not has_results:
+            remove(folder)  # failed results can be of other settings
         if not has_results or earlier is None:
             save_settings(settings, folder)
             return

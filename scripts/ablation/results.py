@@ -88,8 +88,18 @@ def save_settings(settings: Settings, folder: Path) -> None:
 
 def load(folder: Path) -> dict[Job, Result]:
     """Returns the results of all jobs that have ended."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json") if path.name != SETTINGS]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in _files(folder)]
     return {Job(**each["job"]): Result(**each["result"]) for each in found}
+
+
+def remove(folder: Path) -> None:
+    """Removes the results of all jobs."""
+    for path in _files(folder):
+        path.unlink()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.json") if path.name != SETTINGS]
 
 
 def save(job: Job, result: Result, folder: Path) -> None:

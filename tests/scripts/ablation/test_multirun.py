@@ -139,9 +139,10 @@ def test_a_continued_ablation_has_the_same_gpu(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_ablation_without_a_result_may_continue_with_other_settings(job):
+def test_an_ablation_without_a_result_may_continue_with_other_settings(job, tmp_path):
     job(0, "naive", 64, "failed: a wrong setting")
-    assert job(0, "naive", 64, "ok", "batch_size=2")[1] == 1
+    assert job(0, "naive", 32, "ok", "batch_size=2")[1] == 1
+    assert load(tmp_path / "sweep" / "jobs").keys() == {Job("naive", 32)}, "the failed job had other settings"
 
 
 @pytest.mark.slow
