@@ -53,8 +53,10 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     job, results = Job(cfg.choices.attention, cfg.seq_len), load(folder)
     log = job.path(folder, ".log")
     require_same_settings(cfg, folder, any(result.final for result in results.values()), timeout, log)
-    result = skipped(job, results) or results.get(job)
+    result = results.get(job)
     if result is None or not result.final:
+        result = skipped(job, results)
+    if result is None:
         try:
             result = measured_apart(train, cfg, timeout, log)
         except KeyboardInterrupt:

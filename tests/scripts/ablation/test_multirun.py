@@ -16,7 +16,7 @@ from fa_train.training import train
 from scripts.ablation import multirun
 from scripts.ablation.multirun import Report, measured_apart, require_one_document, run_job
 from scripts.ablation.process import ProcessError
-from scripts.ablation.results import Job, Result, load
+from scripts.ablation.results import Job, Result, load, save
 from tests.scripts.support.wandb_runs import environment, inspect
 from tests.support import processes
 from tests.support.marks import slow
@@ -112,6 +112,10 @@ def test_jobs_are_skipped_continued_and_tried_again(job):
     assert job(4, "sdpa", 256, "failed: crash")[1] == 1, "only naive attention ran out of memory"
     assert [job(0, "naive", 64, "ok")[1], job(1, "naive", 128, "ok")[1], job(4, "sdpa", 256, "ok")[1]] == [0, 0, 1]
     assert [job(0, "naive", 16, "ok")[1], job(1, "naive", 32, "ok")[1]] == [1, 0], "other lengths"
+    assert job(2, "sdpa", 128, "oom")[1] == 1
+    assert job(3, "sdpa", 256, "ok") == ({"peak_gib": 1.0}, 0), "a measured result stays"
+    assert job(4, "sdpa", 64, "oom")[1] == 1
+    assert job(5, "sdpa", 96, "ok") == ({}, 0), "shorter and longer jobs ran out of memory"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,11 @@ def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
     done = command_line(tmp_path, "-m", *ablation(tmp_path, "model.n_kv_heads=3", "attention=naive,sdpa"))
     assert done.returncode == 1 and "n_heads must be a multiple of" in done.stderr.splitlines()[-1], done.stderr
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_option_of_attention_may_be_in_a_folder(tmp_path):
+    save(Job("mine/fast", 64), Result("ok", peak_gib=1.0), tmp_path)
+    assert load(tmp_path) == {Job("mine/fast", 64): Result("ok", peak_gib=1.0)}
 
 
 def with_hydra(cfg):
