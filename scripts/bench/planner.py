@@ -13,6 +13,7 @@ let test_planner.py compare the planner with the measured peaks, save OUT.json a
 import argparse
 import gc
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from fa_train.errors import explain
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import GIB, predict
 from fa_train.preflight import plan_of
@@ -155,7 +157,7 @@ def parse_arguments() -> argparse.Namespace:
         "--largest",
         type=float,
         default=64.0,
-        help="skip configurations with a larger plan, in GiB (RUNS: at most 59.5)",
+        help="skip configurations that need more GiB on the GPU; those in RUNS need at most 59.5",
     )
     add_time_limits(parser, budget=True)
     add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>, or planner_random_<gpu>_<yyyymm>")
@@ -178,12 +180,12 @@ def main() -> None:
         try:
             config, plan = planned(configuration, "cuda")
         except (ValueError, HydraException) as error:
-            print(f"{number}: refused, {error}", flush=True)
+            print(f"{number}: refused, {explain(error)}", flush=True)
             continue
         prediction = predict(plan)
-        predicted = prediction.allocated / GIB
-        if predicted > args.largest or prediction.host > LARGEST_HOST * GIB:
-            print(f"{number}: skipped, {predicted:.1f} GiB", flush=True)
+        predicted, on_host = prediction.allocated / GIB, prediction.host / GIB
+        if predicted > args.largest or on_host > LARGEST_HOST:
+            print(f"{number}: skipped, {predicted:.1f} GiB on the GPU and {on_host:.1f} GiB on the host", flush=True)
             continue
         peak, seconds = measure(config, "cuda")
         rows.append(
@@ -199,6 +201,8 @@ def main() -> None:
         print(f"{number}: {predicted:.2f} GiB predicted, {peak:.2f} measured, {predicted / peak - 1:+.1%}", flush=True)
         Path(f"{out}.json").write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
         Path(f"{out}.md").write_text(table(rows, head), encoding="utf-8")
+    if not rows:
+        sys.exit("error: no configuration was measured")
 
 
 if __name__ == "__main__":
