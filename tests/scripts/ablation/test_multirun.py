@@ -236,6 +236,17 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     assert kept.items() <= load(folder).items(), "finished jobs are not measured again"
 
 
+def test_time_and_flops_are_of_all_rows_of_a_step(tmp_path):
+    """With twice as many rows per step, and the same tokens per second, a step takes twice as long."""
+
+    def measured(rows):
+        with composed(tmp_path, *ablation(tmp_path, f"batch_size={rows}")) as cfg:
+            return multirun.measure(lambda _: {"perf/tokens_per_s": 64e3}, cfg, HydraConfig.instance().cfg, "cpu")
+
+    one, two = measured(1), measured(2)
+    assert (two.step_ms, two.tflops) == pytest.approx((2 * one.step_ms, one.tflops))
+
+
 @pytest.mark.parametrize(
     ("exitcode", "result"),
     [(-signal.SIGKILL, Result("oom")), (7, Result("failed: exit status")), (None, Result("failed: exit status"))],
