@@ -202,8 +202,8 @@ class Checkpoint(CheckpointCallback):
             return False
         if isinstance(exception, SIGTERMException):  # after a signal, GracefulInterrupt stops all ranks at one step
             return True
-        # A failed update may have changed only some weights. An update increases global_step at its end.
-        half_updated = self._update_after == trainer.global_step
+        # After an error, several ranks may be at different steps. A failed update may have changed only some weights.
+        half_updated = self._update_after == trainer.global_step  # an update increases global_step at its end
         return trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:

@@ -23,7 +23,7 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
     The group's collectives need no GPU memory and do not wait for the GPU.
     """
-    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # it is a number only on ranks outside the group
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # torch returns an int on ranks outside a group
     return group
 
 

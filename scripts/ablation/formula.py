@@ -63,8 +63,8 @@ class Formula:
         return (
             f"Naive attention, {what}: the scores of a layer take 4 N^2 bytes per head, {SCORE * self.n_heads} N^2 in "
             f"all. At least {self.fixed / GIB:.3g} GiB + {self.per_pair} N^2 bytes exist at once, so it must fail from "
-            f"N = {self.fails_at(capacity)} tokens on this device of {capacity / GIB:.1f} GiB. In eager mode it moves "
-            f"N/d + 1 times more bytes than necessary, with d = {self.head_dim}."
+            f"N = {self.fails_at(capacity)} tokens on this device of {capacity / GIB:.1f} GiB. In eager mode, it "
+            f"moves N/d + 1 times as many bytes as necessary, with d = {self.head_dim}."
         )
 
 

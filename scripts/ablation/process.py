@@ -1,4 +1,4 @@
-"""Runs functions in new processes, so that each function starts without allocated memory, and may crash.
+"""Runs each function in a new process, so that its memory starts from zero and a crash ends only this process.
 
 A server process imports all modules once, does not use a GPU, and forks one process for each call.
 """

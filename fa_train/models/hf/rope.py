@@ -59,10 +59,10 @@ def with_rope(
 
 
 def _with_rope_fields(config: dict[str, Any], fields: dict[str, Any], by_kind: bool) -> dict[str, Any]:
-    """Returns a copy of config.json with other values for RoPE, under the names that `config` uses.
+    """Returns a copy of config.json with other values for RoPE, under the field names that `config` uses.
 
-    by_kind: whether `config` has RoPE parameters for each kind of layer. Then only those of layers without a window
-    change. Old and new versions of transformers use different names.
+    Old and new versions of transformers use different names for these fields. by_kind: whether layers with and without
+    a window have separate RoPE parameters. If so, only those of layers without a window change.
     """
     config = copy.deepcopy(config)
     # transformers ignores original_max_position_embeddings in `fields` if `config` has this key at the top level
