@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
+from fa_train.models.hf.rope import with_rope
 from tests.models.hf.support.checkpoints import YARN, assert_relatively_close, cu_seqlens, edit_config, theirs, tokens
 from tests.support.marks import slow
 
@@ -156,6 +157,13 @@ def test_fields_outside_rope_parameters_are_read_and_replaced(field, checkpoint,
         9000.0,
     )
     assert field not in written
+
+
+def test_the_given_config_is_not_changed(checkpoint):
+    folder = edit_config(checkpoint("llama-yarn"), original_max_position_embeddings=32, rope_scaling=YARN)
+    text = (folder / "config.json").read_text()
+    config = json.loads(text)
+    assert with_rope(config, folder / "config.json", None, 9000.0, None) != config == json.loads(text)
 
 
 def test_a_llama_before_transformers_5_can_get_another_base_and_length(checkpoint, tmp_path):

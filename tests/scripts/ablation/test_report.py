@@ -48,12 +48,15 @@ def test_the_tables_have_every_result_and_the_formula():
     _, formula = tables(ROWS, SETTINGS)
     assert formula.rows[0] == [1024, 128.0, 4 * 4 * 1024**2 / GIB, FORMULA.peak(1024) / GIB, 2.0, "may fit"]
     assert [row[-2] for row in formula.rows] == [2.0, None, None]
-    [row] = tables([(Job("flash", 2**20), ok())], SETTINGS)[1].rows
-    assert row[-2:] == [None, "must fail"]
+    fails_at = FORMULA.fails_at(SETTINGS.device_bytes)
+    _, formula = tables([(Job("flash", n), ok()) for n in (fails_at - 1, fails_at)], SETTINGS)
+    assert [row[-2:] for row in formula.rows] == [[None, "may fit"], [None, "must fail"]]
 
 
 def test_the_picture_shows_formula_failures_and_where_naive_must_fail():
-    assert [text.get_text() for text in draw(ROWS, SETTINGS, "title").axes[0].texts] == ["OOM"]
+    axes = draw(ROWS, SETTINGS, "title").axes[0]
+    assert [text.get_text() for text in axes.texts] == ["OOM"]
+    assert "naive must fail from here" not in [line.get_label() for line in axes.get_lines()], "all lengths may fit"
     axes = draw([(Job("naive", n), ok()) for n in (1024, 65536)], SETTINGS, "title").axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "64k"]
     lines = {line.get_label(): line for line in axes.get_lines()}
