@@ -1,13 +1,18 @@
-"""Tests which checkpoint a run keeps as the best one, and which checkpoint it exports."""
+"""Tests which checkpoint a run keeps as the best one, which it exports, and whether it saves one after an error."""
 
 import os
 import signal
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from fa_train.callbacks import checkpoint
+from fa_train.checkpoints.files import CheckpointError
+from fa_train.errors import DivergedError
 from tests.support.runs import run
 from tests.support.training import column
 
@@ -196,3 +201,25 @@ def test_a_finished_run_is_not_exported_with_other_settings(adapter, change, mes
     with pytest.raises(ValueError, match=rf"must be exported with the settings of its training: .*{message}"):
         run(tmp_path, *settings, resume, "export=true", change, name="rest")
     assert not list(tmp_path.glob("rest/exported*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "may_save"),
+    [
+        pytest.param(RuntimeError(), {}, True, id="error"),
+        pytest.param(RuntimeError(), {"ranks": 2}, False, id="error-of-two-ranks"),
+        pytest.param(RuntimeError(), {"update_after": 3}, False, id="half-update"),
+        pytest.param(RuntimeError(), {"diverged": True}, False, id="diverged-before-the-error"),
+        pytest.param(RuntimeError(), {"wanted": False}, False, id="unwanted"),
+        pytest.param(CheckpointError(), {}, False, id="checkpoint-error"),
+        pytest.param(DivergedError(), {}, False, id="diverged"),
+        pytest.param(SIGTERMException(), {"ranks": 2}, True, id="signal"),
+        pytest.param(SIGTERMException(), {"diverged": True}, False, id="signal-after-divergence"),
+    ],
+)
+def test_which_failed_runs_save_a_checkpoint(error, changes, may_save, tmp_path, monkeypatch):
+    case = {"ranks": 1, "update_after": 2, "diverged": False, "wanted": True} | changes
+    monkeypatch.setattr(checkpoint, "monitor_of", lambda trainer: Mock(has_diverged=case["diverged"]))
+    callback = checkpoint.Checkpoint(str(tmp_path), "mine", 1, 1, False, case["wanted"], asynchronous=False)
+    callback._update_after = case["update_after"]
+    assert callback._may_save(Mock(world_size=case["ranks"], global_step=3), error) == may_save
