@@ -162,6 +162,8 @@ def parse_arguments() -> argparse.Namespace:
     add_time_limits(parser, budget=True)
     add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>, or planner_random_<gpu>_<yyyymm>")
     args = parser.parse_args()
+    if args.random < 0:
+        parser.error(f"--random must not be negative; got {args.random}")
     if args.first and not args.random:
         parser.error(f"--first needs --random; got --first {args.first} alone")
     return args

@@ -71,11 +71,18 @@ def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
         run_main(monkeypatch, tmp_path / "found", "--only", "compiled=True")
 
 
-def test_the_first_number_needs_random_configurations(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["planner", "--first", "5"])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--first", "5"], "--first needs --random; got --first 5 alone"),
+        (["--random", "-1"], "--random must not be negative; got -1"),
+    ],
+)
+def test_wrong_numbers_of_random_configurations_are_refused(arguments, error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["planner", *arguments])
     with pytest.raises(SystemExit):
         planner.main()
-    assert "--first needs --random; got --first 5 alone" in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 def test_the_largest_errors_come_first():
