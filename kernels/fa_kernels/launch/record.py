@@ -469,9 +469,8 @@ class _Recorder(torch_private.TorchDispatchMode):
 
 def _allocation(x: Tensor) -> Callable[[], Tensor]:
     """Returns a function that allocates a tensor like x."""
-    allocate = torch_private.empty_strided_cuda
-    if allocate is not None and x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
-        return partial(allocate, tuple(x.shape), x.stride(), x.dtype)
+    if x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
+        return partial(torch_private.empty_strided_cuda, tuple(x.shape), x.stride(), x.dtype)
     return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
