@@ -1,6 +1,7 @@
 """The public attention functions, with the API of flash-attn 2.8.
 
-This module checks arguments and builds schedules (schedule.py). ops.py computes the attention.
+This module checks options and builds schedules (schedule.py). ops.py computes the attention. backend.py checks that q,
+k and v fit together, unless it repeats the launches of an earlier call with the same shapes.
 """
 
 import math
@@ -33,7 +34,6 @@ from fa_kernels.flash_attention.schedule import (
     Schedule,
     alignment,
     build_schedule,
-    cached_dense_schedule,
     dense_cu_seqlens,
     dense_schedule,
 )
@@ -114,17 +114,12 @@ def flash_attn_func(
         raise ValueError(f"q, k and v must have the same batch size; got {batch}, {batch_k} and {batch_v}")
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
-    schedule = cached_dense_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Arguments are checked here if the next lines start work on the GPU for a schedule, for ALiBi or for fp8.
-    # In all other calls, backend.py checks the arguments before any work on the GPU.
-    if schedule is None or alibi_slopes is not None or q.dtype == FP8:
-        require_consistent(q, k, v, sinks)
     alibi = []
     if alibi_slopes is not None:
         alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
-    features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
-    if schedule is None:
-        schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window)
+    features = _features(q, k, v, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
+    device = q.get_device() if q.is_cuda else q.device  # get_device() needs a tenth of the host time of q.device
+    schedule = dense_schedule(batch, seqlen_q, seqlen_k, device, causal=causal, window_size=window)
     wants_lse = return_lse or return_attn_probs
     o, lse = differentiable_attention(
         q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic=deterministic, wants_lse=wants_lse
@@ -204,7 +199,8 @@ def flash_attn_varlen_func(
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     _require_offered(dropout_p, out_dtype)
-    require_consistent(q, k, v, sinks)
+    alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
+    features = _features(q, k, v, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
     schedule = build_schedule(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -217,8 +213,6 @@ def flash_attn_varlen_func(
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
-    alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
-    features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
     wants_lse = return_lse or return_attn_probs
     o, lse = differentiable_attention(
         q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic=deterministic, wants_lse=wants_lse
@@ -246,7 +240,7 @@ def flash_attn_packed(
     """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
-    features = _features(q, k, softmax_scale, softcap, sinks, (), (None, None, None))
+    features = _features(q, k, v, softmax_scale, softcap, sinks, (), (None, None, None))
     o, _ = differentiable_attention(q, k, v, schedule, features, q.dtype, deterministic=deterministic, wants_lse=False)
     return o
 
@@ -278,6 +272,7 @@ def _require_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torc
 def _features(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     softmax_scale: float | None,
     softcap: float,
     sinks: Tensor | None,
@@ -287,7 +282,7 @@ def _features(
     if sinks is not None:
         require_sinks(sinks, q)
         sinks = sinks.contiguous()  # kernels expect contiguous sinks
-    return Features(scale_of(q, softmax_scale), softcap_of(softcap), sinks, alibi, _descale(descales, q, k))
+    return Features(scale_of(q, softmax_scale), softcap_of(softcap), sinks, alibi, _descale(descales, q, k, v))
 
 
 def _dtype_of_o(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -356,7 +351,9 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
     return (o, lse, q.new_zeros(0)) if return_attn_probs else (o, lse)
 
 
-def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
+def _descale(
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor | None:
     """Returns two factors per head, (2, n_heads) float32: the scores' factor (row 0) and the output's factor (row 1).
 
     `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1.
@@ -369,6 +366,7 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
         raise ValueError(
             f"q, k and v must be float8_e4m3fn with q_descale, k_descale or v_descale; got {name_of(q.dtype)}"
         )
+    require_consistent(q, k, v, None)  # the heads of q must be a multiple of those of k
     factors = []
     for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
         if x is None:

@@ -7,7 +7,6 @@ the blocks at both ends of a tile's range need a mask.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -207,33 +206,22 @@ def dense_schedule(
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
-    device: torch.device,
+    device: torch.device | int,
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Schedule:
     """Returns the schedule of a dense batch, in which all documents have seqlen_q queries and seqlen_k keys.
 
-    Recent schedules are cached (schedule_cache.py).
+    `device` is a torch.device or the index of a CUDA device. Recent schedules are cached (schedule_cache.py).
     """
-    arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
-    build = partial(_build_dense_schedule, *arguments)
-    key = schedule_cache.key_of(*arguments)
-    return build() if key is None else schedule_cache.find_or_build(key, build)
-
-
-def cached_dense_schedule(
-    batch: int, seqlen_q: int, seqlen_k: int, q: Tensor, causal: bool, window_size: tuple[int, int]
-) -> Schedule | None:
-    """Returns the result of dense_schedule on q's device if it is cached, else None. Never builds a schedule."""
-    device = q.get_device() if q.is_cuda else q.device  # get_device() needs a tenth of the host time of q.device
-    key = schedule_cache.key_of(batch, seqlen_q, seqlen_k, device, causal, window_size)
-    return None if key is None else schedule_cache.find(key)
+    return schedule_cache.find_or_build(_build_dense_schedule, batch, seqlen_q, seqlen_k, device, causal, window_size)
 
 
 def _build_dense_schedule(
-    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, causal: bool, window_size: tuple[int, int]
+    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
 ) -> Schedule:
+    device = torch.device("cuda", device) if isinstance(device, int) else device
     cu_seqlens_q, cu_seqlens_k = dense_cu_seqlens(batch, seqlen_q, seqlen_k, device)
     total_q, total_k = batch * seqlen_q, batch * seqlen_k
     return build_schedule(

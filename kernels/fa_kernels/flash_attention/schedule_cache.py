@@ -16,7 +16,7 @@ MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
 _T = TypeVar("_T")
-_CACHED: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules; the oldest schedule comes first
+_CACHED: dict[Hashable, Any] = {}  # schedules by the arguments of a call; the oldest schedule comes first
 
 
 def device_and_stream(device: torch.device | int) -> tuple[torch.device | int, int] | None:
@@ -43,30 +43,27 @@ def device_and_stream(device: torch.device | int) -> tuple[torch.device | int, i
     return device, current_stream_address(device)
 
 
-def key_of(
-    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
-) -> Hashable:
-    """Returns the cache key of a dense call, or None if its schedule must not be cached.
+def find_or_build(
+    build: Callable[[int, int, int, torch.device | int, bool, tuple[int, int]], _T],
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device | int,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> _T:
+    """Returns the cached schedule of a dense call. If none is cached, builds it, and caches it if possible.
 
-    `device` is a torch.device or the index of a CUDA device.
+    `build` gets the arguments after `build`. `device` is a torch.device or the index of a CUDA device.
     """
     where = device_and_stream(device)
     if where is None or batch * (seqlen_q + seqlen_k) > MAX_TOKENS:
-        return None
-    return batch, seqlen_q, seqlen_k, causal, window_size, where
-
-
-def find(key: Hashable) -> Any | None:
-    """Returns the cached value of `key`, or None."""
-    return _CACHED.get(key)
-
-
-def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
-    """Returns the cached value of `key`. If no value is cached, calls build() and caches the result."""
+        return build(batch, seqlen_q, seqlen_k, device, causal, window_size)
+    key = batch, seqlen_q, seqlen_k, causal, window_size, where
     value: _T | None = _CACHED.get(key)
     if value is None:
         with torch.inference_mode(False):  # autograd cannot save tensors that were created in inference mode
-            value = build()
+            value = build(batch, seqlen_q, seqlen_k, device, causal, window_size)
         if len(_CACHED) >= MAX_SCHEDULES:
             oldest, *_ = _CACHED
             _CACHED.pop(oldest, None)  # the default None avoids a KeyError if another thread has removed the key

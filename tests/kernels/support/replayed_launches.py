@@ -25,9 +25,10 @@ from triton.runtime.jit import JITFunction
 
 from fa_kernels import torch_private
 from fa_kernels.flash_attention import backend, checks, interface
+from fa_kernels.flash_attention import schedule as schedule_module
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.hopper.primitives import queue
-from fa_kernels.flash_attention.schedule import Schedule, build_schedule, dense_schedule
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, dense_cu_seqlens, dense_schedule
 from fa_kernels.launch import record
 
 LAUNCHES: list[tuple[Any, ...]] = []
@@ -129,6 +130,7 @@ def without_gpu() -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda _=None: properties),
         (queue, "_zero", lambda _: torch.zeros(1, dtype=torch.int32)),
         (checks, "require_backend", lambda *_: None),
+        (schedule_module, "dense_cu_seqlens", lambda *x: dense_cu_seqlens(x[0], x[1], x[2], torch.device("cpu"))),
         (nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type)),
         (nvidia, "ARG_CONSTEXPR", 0),
         (nvidia, "ARG_KERNEL", 1),
@@ -218,7 +220,7 @@ class Case(NamedTuple):
         sinks = inputs[3] if self.sinks else None
         if self.batch:  # build the schedule before launches are recorded, because only the first call builds it
             length = self.total // self.batch
-            dense_schedule(self.batch, length, length, q.device, causal=self.causal)
+            dense_schedule(self.batch, length, length, q.get_device(), causal=self.causal)
         LAUNCHES.clear()
         ALLOCATED.clear()
         if self.batch:
