@@ -141,20 +141,6 @@ def append(
         append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
 
 
-@append.register_fake
-def _append_fake(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seqlens: Tensor,
-    table: Tensor | None,
-    angles: list[Tensor],
-    interleaved: bool,
-) -> None:
-    return None
-
-
 @torch.library.custom_op("flash_attention::decode", mutates_args=())
 def decode(
     q: Tensor,

@@ -22,7 +22,7 @@ as a list of three tensors, or as an empty list.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -297,30 +297,12 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-class _ForwardInputs(NamedTuple):
-    """The arguments of `forward_operator`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    schedule: Sequence[Tensor]
-    alibi: Sequence[Tensor]
-    sinks: Tensor | None
-    descale: Tensor | None
-    softmax_scale: float
-    softcap: float
-    out_dtype: torch.dtype
-    deterministic: bool
-    crosses_documents: bool
-    length_class: str
-
-
 def _save_for_operator(ctx, inputs, output) -> None:
-    of = _ForwardInputs(*inputs)
-    ctx.softmax_scale, ctx.softcap, ctx.crosses_documents = of.softmax_scale, of.softcap, of.crosses_documents
-    ctx.deterministic = of.deterministic or torch.are_deterministic_algorithms_enabled()
-    ctx.save_for_backward(of.q, of.k, of.v, *output, of.sinks, *of.schedule, *of.alibi)
-    ctx.n_schedule = len(of.schedule)
+    q, k, v, schedule, alibi, sinks, _, ctx.softmax_scale, ctx.softcap, *others = inputs
+    _, deterministic, ctx.crosses_documents, _ = others
+    ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
+    ctx.n_schedule = len(schedule)
     ctx.set_materialize_grads(False)
 
 
