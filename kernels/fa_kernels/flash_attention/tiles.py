@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels.columns_of_head import split_columns
-from fa_kernels.device import Arch, arch_of, interpreted, shared_memory
+from fa_kernels.device import Arch, arch_of, shared_memory
 from fa_kernels.flash_attention import tuned_tiles
 from fa_kernels.flash_attention.tuned_tiles import HEAD_DIMS, Pass
 
@@ -122,7 +122,7 @@ def tile_config(arch: Arch, head_dim: int, pass_: Pass, itemsize: int) -> TileCo
     if arch == "interpreter":
         # The interpreter uses small tiles, so that short inputs have several tiles.
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
-    listed = next(d for d in HEAD_DIMS if head_dim <= d)
+    listed = _listed(head_dim)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
         return _TILES_OF_4_BYTES["sm80" if known == "sm100" else known, listed, pass_]
@@ -143,25 +143,20 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     # dk and dv at other values of head_dim.
     table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}
     known = table.get(arch, arch)
-    apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
-    return ("dk", "dv") if apart else ("dkdv",)
+    return ("dk", "dv") if (known, _listed(head_dim), "dk") in _TILES else ("dkdv",)
 
 
+@cache  # called at every launch
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles for one launch: the table's tiles, or smaller tiles if `device` has too little shared memory.
 
     Tiles that the user measured on the device replace the tiles of the table (tuned_tiles.py). Warns once per device if
     the table does not list the device, or if the tiles of the table do not fit.
     """
-    if interpreted():
-        return tile_config("interpreter", max(head_dim, v_head_dim), pass_, itemsize)
-    return _launch_tiles(device, head_dim, v_head_dim, pass_, itemsize)
-
-
-@cache  # called at every launch
-def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, pass_: Pass, itemsize: int) -> TileConfig:
-    arch, limit = arch_of(device), shared_memory(device)
-    widest = max(head_dim, v_head_dim)
+    arch, widest = arch_of(device), max(head_dim, v_head_dim)
+    if arch == "interpreter":
+        return tile_config(arch, widest, pass_, itemsize)
+    limit = shared_memory(device)
     tuned = _tuned(device, widest, pass_, itemsize)
     entry = tuned or tile_config(arch, widest, pass_, itemsize)
     tiles = fit(arch, entry, head_dim, v_head_dim, pass_, itemsize, limit)
@@ -174,12 +169,13 @@ def _tuned(device: torch.device, head_dim: int, pass_: Pass, itemsize: int) -> T
     """Returns the tile sizes that the user measured (tuned_tiles.py), or None."""
     gpu = torch.cuda.get_device_name(device)
     path = tuned_tiles.file_to_read(gpu)
-    if not path:
-        return None
-    listed = next(d for d in HEAD_DIMS if head_dim <= d)
-    measured = tuned_tiles.read_tiles(path, gpu)
-    sizes = measured.get((listed, pass_, itemsize))
+    sizes = tuned_tiles.read_tiles(path, gpu).get((_listed(head_dim), pass_, itemsize)) if path else None
     return TileConfig(*sizes) if sizes else None
+
+
+def _listed(head_dim: int) -> int:
+    """Returns the head_dim of the table whose tiles a head_dim uses."""
+    return next(d for d in HEAD_DIMS if head_dim <= d)
 
 
 @cache  # once per device

@@ -13,7 +13,7 @@ from fa_kernels.flash_attention import tiles
 @contextmanager
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
     """Yields a function that configures the pretended GPU."""
-    caches = (tiles._launch_tiles, tiles._warn_of_guesses)
+    caches = (tiles.launch_tiles, tiles._warn_of_guesses)
     given: dict[str, object] = {}
 
     def pretend(capability: tuple[int, int], shared: int) -> torch.device:
