@@ -7,6 +7,7 @@ from torch import Tensor
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.delta import sink_gradient
 from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.ops import evenly_strided
 from fa_kernels.flash_attention.schedule import Schedule
 
 
@@ -28,14 +29,14 @@ class Run(NamedTuple):
 
     def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns o and lse."""
-        q, keys, values = (backend.evenly_strided(x) for x in (q, keys, values))
+        q, keys, values = (evenly_strided(x) for x in (q, keys, values))
         return backend.forward(q, keys, values, self.schedule, self.features, q.dtype)
 
     def backward(
         self, do: Tensor, q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns dq, dk, dv and dsinks. dsinks is empty without sinks."""
-        do, q, keys, values = (backend.evenly_strided(x) for x in (do, q, keys, values))
+        do, q, keys, values = (evenly_strided(x) for x in (do, q, keys, values))
         dq, dk, dv, *delta = backend.backward(
             do, None, q, keys, values, o, lse, self.schedule, self.features, deterministic
         )
@@ -50,7 +51,7 @@ class BackwardPhases:
         self, run: Run, do: Tensor, q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, deterministic: bool
     ) -> None:
         """Launches the first kernel, which does not read the elements of keys and values."""
-        do, q, keys, values = (backend.evenly_strided(x) for x in (do, q, keys, values))
+        do, q, keys, values = (evenly_strided(x) for x in (do, q, keys, values))
         self.sinks = run.features.sinks
         self.inputs = do, q, keys, values, lse
         self.options = run.schedule, run.features, deterministic

@@ -99,7 +99,7 @@ def _describe_forward(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `evenly_strided`.
+    """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `ops.evenly_strided`.
 
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
@@ -271,18 +271,6 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     if arch != "sm90" or dtype not in DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
     return 4 * (3 + head_dim * hopper_bwd.uses_fused_kernel(head_dim, dtype, softcap))
-
-
-def evenly_strided(x: Tensor) -> Tensor:
-    """Returns x, or a contiguous copy if kernels cannot read x in place.
-
-    The last dimension of the result has stride 1. All neighbouring tokens are the same distance apart in memory, even
-    across sequences, so `packed` can flatten the result without a copy.
-    Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
-    """
-    if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
-        return x
-    return x.contiguous()
 
 
 def packed(x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def differentiable_attention(
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        q, k, v = backend.evenly_strided(q), backend.evenly_strided(k), backend.evenly_strided(v)
+        q, k, v = evenly_strided(q), evenly_strided(k), evenly_strided(v)
     is_observed = observed(q, k, v, sinks)
     options = schedule, features, out_dtype, deterministic, is_observed
     differentiates = needs_gradients(q, k, v, sinks)
@@ -87,6 +87,18 @@ def differentiable_attention(
         q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
         outputs = _apply_without_functorch(q, k, v, sinks, options, wants_lse)
     return outputs if wants_lse else (outputs, None)
+
+
+def evenly_strided(x: Tensor) -> Tensor:
+    """Returns x, or a contiguous copy if kernels cannot read x in place.
+
+    The last dimension of the result has stride 1. All neighbouring tokens are the same distance apart in memory, even
+    across sequences, so `backend.packed` can flatten the result without a copy.
+    Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
+    """
+    if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+        return x
+    return x.contiguous()
 
 
 def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
@@ -188,7 +200,7 @@ def _gradients(
     """Computes dq, dk, dv and dsinks. `do` and `dlse` come from autograd, so each may be None or have any strides."""
     if do is None:
         do = torch.zeros_like(o)
-    do = backend.evenly_strided(do)
+    do = evenly_strided(do)
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks

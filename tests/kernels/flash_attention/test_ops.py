@@ -104,7 +104,7 @@ def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
     heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
     columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)
     for x, copied in ((parts[1], False), (heads_first, batch > 1), (columns_last, True)):
-        y = backend.evenly_strided(x)
+        y = ops.evenly_strided(x)
         assert (y is not x) == copied and torch.equal(x, y)
         assert backend.packed(y).data_ptr() == y.data_ptr() and y.stride(-1) == 1
 
