@@ -38,7 +38,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
 
 def uses_fused_kernel(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
     """Returns whether the call uses the fused kernel (fused.py), which adds dQ to a sum in an fp32 tensor."""
-    return head_dim != wide.HEAD_DIM and config_of(head_dim, dtype, softcap) is not None
+    return config_of(head_dim, dtype, softcap) is not None
 
 
 def attention_backward(

@@ -3,9 +3,9 @@
 The values were chosen by measurements on an H200 (docs/hopper.md).
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from fa_kernels.flash_attention.schedule import WORK_TILE, LengthClass
+from fa_kernels.flash_attention.schedule import LengthClass
 
 ROWS = 64  # queries per consumer, because a warpgroup's matmul instruction has 64 rows
 
@@ -43,11 +43,6 @@ class ForwardConfig(NamedTuple):
     o_in_q: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
-
-    @property
-    def tiles(self) -> Literal["query_tiles", "wide_query_tiles"]:
-        """The field of Schedule that holds the order of tiles of 64 * consumers queries."""
-        return "query_tiles" if self.consumers * ROWS == WORK_TILE else "wide_query_tiles"
 
     @property
     def start_registers(self) -> int:

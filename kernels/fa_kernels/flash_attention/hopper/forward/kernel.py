@@ -37,7 +37,7 @@ from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, Til
 from fa_kernels.flash_attention.hopper.supported import supports_inputs
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_forward
-from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
+from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads
 from fa_kernels.launch.record import launch
@@ -133,8 +133,8 @@ def run_forward(
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    tiles: Tensor = getattr(schedule, config.tiles)
-    assert config.consumers * ROWS in (WORK_TILE, WIDE_TILE), config
+    # Tiles of two consumers have WORK_TILE queries, and tiles of three consumers have WIDE_TILE queries.
+    tiles = schedule.query_tiles if config.consumers == 2 else schedule.wide_query_tiles
     n_tiles = tiles.numel()
     section = heads_per_section(k, v, n_heads) if uses_sections(schedule) else n_heads
     n_items = n_tiles * n_heads
