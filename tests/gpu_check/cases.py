@@ -10,8 +10,8 @@ import torch
 
 from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.checks import FP8, name_of
-from fa_kernels.flash_attention.hopper.backward.choose import HEAD_DIMS as HOPPER_HEAD_DIMS
 from fa_kernels.flash_attention.hopper.forward.config import forward_config
+from fa_kernels.flash_attention.hopper.supported import HEAD_DIMS as HOPPER_HEAD_DIMS
 from fa_kernels.flash_attention.schedule import LengthClass
 from fa_kernels.glu import UNITS
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable

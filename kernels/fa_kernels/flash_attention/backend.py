@@ -6,7 +6,7 @@ kernels do not support raises a ValueError.
 """
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
-from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
-from fa_kernels.flash_attention.hopper.supported import DTYPES
+from fa_kernels.flash_attention.hopper.supported import DTYPES, HEAD_DIMS, supports
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.portable import forward as portable_fwd
 from fa_kernels.flash_attention.schedule import Schedule
@@ -30,29 +29,20 @@ VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
 
 
-def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:
-    """Returns whether a call runs on the Hopper kernels. supported: whether the Hopper kernels support the call."""
+def _uses_hopper(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype | None = None) -> bool:
+    """Returns whether a call runs on the Hopper kernels. out_dtype: the dtype of o, or None for a backward pass."""
+    supported = supports(q, k, v, features, out_dtype or q.dtype)
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}; got {choice}")
     if choice == "hopper" and not supported:
-        widths = ", ".join(map(str, head_dims))
         raise ValueError(
-            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, a head_dim of {widths} (the same for q and v), no "
-            "ALiBi, rows of adjacent elements that start at multiples of 16 bytes, and o in q's dtype at head_dim 256; "
-            f"the {direction} pass got {q.dtype} with head_dim {q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
+            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, a head_dim of {', '.join(map(str, HEAD_DIMS))} (the "
+            "same for q and v), no ALiBi, rows of adjacent elements that start at multiples of 16 bytes, and o in q's "
+            f"dtype at head_dim 256; the {'forward' if out_dtype else 'backward'} pass got {q.dtype} with head_dim "
+            f"{q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
         )
     return supported and choice != "portable"
-
-
-def _uses_hopper_forward(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
-    supported = hopper_fwd.supports(q, k, v, features, out_dtype)
-    return _takes_hopper(supported, "forward", FORWARD_CONFIGS, q, v)
-
-
-def _uses_hopper_backward(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    supported = hopper_bwd.supports(q, k, v, features)
-    return _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v)
 
 
 Description = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a recorded call
@@ -110,7 +100,7 @@ def forward(
     require_schedule_of(q, k, schedule.key_start, schedule.query_start, gradients=False)
     tokens = q.shape[:-2]
     q, k, v = packed(q), packed(k), packed(v)
-    kernels = hopper_fwd if _uses_hopper_forward(q, k, v, features, out_dtype) else portable_fwd
+    kernels = hopper_fwd if _uses_hopper(q, k, v, features, out_dtype) else portable_fwd
     o, lse = kernels.attention_forward(q, k, v, schedule, features, out_dtype)
     return o.view(*tokens, *o.shape[1:]), lse
 
@@ -154,7 +144,7 @@ def backward(
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
     delta: Tensor | None
-    if _uses_hopper_backward(q, k, v, features):
+    if _uses_hopper(q, k, v, features):
         dq, dk, dv, delta = hopper_bwd.attention_backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
     else:
         delta = attention_delta(o, do, dlse)
@@ -202,7 +192,7 @@ def prepare_backward(
     change these tensors.
     If there are sinks, the last tensor is delta (delta.py).
     """
-    if _uses_hopper_backward(q, k, v, features):
+    if _uses_hopper(q, k, v, features):
         return hopper_bwd.prepare_backward(do, None, q, o, lse, schedule, features, deterministic).tensors()
     return (attention_delta(o, do, None),)
 
@@ -238,7 +228,7 @@ def gradients_of_keys(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns dk and dv. See `prepare_backward`."""
-    if _uses_hopper_backward(q, k, v, features):
+    if _uses_hopper(q, k, v, features):
         return hopper_bwd.gradients_of_keys(do, q, k, v, lse, prepared, schedule, features, deterministic)
     return portable_bwd.gradients_of_keys(do.to(q.dtype), q, k, v, lse, prepared[0], schedule, features)
 
@@ -256,7 +246,7 @@ def gradient_of_queries(
     deterministic: bool,
 ) -> tuple[Tensor]:
     """Returns a tuple with one tensor, dq. See `prepare_backward`."""
-    if _uses_hopper_backward(q, k, v, features):
+    if _uses_hopper(q, k, v, features):
         return (hopper_bwd.gradient_of_queries(do, q, k, v, lse, prepared, schedule, features, deterministic),)
     return (portable_bwd.gradient_of_queries(do.to(q.dtype), q, k, v, lse, prepared[0], schedule, features),)
 
@@ -268,7 +258,7 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     query and head, including delta. The fused Hopper kernel (hopper/backward/fused.py) also stores
     dQ, which has `head_dim` fp32 values per query and head.
     """
-    if arch != "sm90" or dtype not in DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
+    if arch != "sm90" or dtype not in DTYPES or head_dim not in HEAD_DIMS:
         return 4
     return 4 * (3 + head_dim * hopper_bwd.uses_fused_kernel(head_dim, dtype, softcap))
 

@@ -10,6 +10,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.backward import dq_order, dq_sum, fused, items, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.fused_config import CAPPED_CONFIGS, CONFIGS, config_of
+from fa_kernels.flash_attention.hopper.supported import HEAD_DIMS
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
@@ -128,13 +129,13 @@ def test_prepared_tensors_keep_their_names(needs):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtype_width_and_features_choose_the_kernels(device, monkeypatch, dtype, head_dim, softcap, deterministic):
     """In a deterministic call, a kernel that adds partial sums to dQ adds them in a fixed order."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
-    monkeypatch.setattr(bwd, "supports", lambda *_: True)
+    monkeypatch.setattr(backend, "supports", lambda *_: True)
 
     def prepare(o, do, dlse, lse, needs):
         kept = torch.zeros(2, 3) if needs.delta else None

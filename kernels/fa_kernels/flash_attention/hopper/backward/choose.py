@@ -22,18 +22,10 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.dq_sum import Needs, Prepared, finish, prepare
 from fa_kernels.flash_attention.hopper.backward.fused_config import config_of
-from fa_kernels.flash_attention.hopper.supported import supports_inputs
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_backward
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.launch.descriptors import loadable
-
-HEAD_DIMS = (64, 96, 128, wide.HEAD_DIM)
-
-
-def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Returns whether Hopper's backward supports the call. The portable kernels compute all other calls."""
-    return supports_inputs(q, k, v, features) and q.shape[-1] in HEAD_DIMS
 
 
 def uses_fused_kernel(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
@@ -47,7 +39,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns dq, dk, dv and delta. dq, dk and dv are contiguous. delta is None if the call has no sinks.
 
-    The function `supports` must have returned True for the call. If `deterministic`, dq has the same bits in every run.
+    supported.supports must have returned True for the call. If `deterministic`, dq has the same bits in every run.
     Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); do and o like q; lse and dlse
     (n_heads, total_q) fp32.
     """

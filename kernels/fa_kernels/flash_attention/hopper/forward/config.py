@@ -28,7 +28,7 @@ class ForwardConfig(NamedTuple):
     pv_first: the matmul P V of the previous block ends before softmax starts, which frees the registers of the
         previous P.
     o_in_q: the output o is copied to global memory through the buffer of Q, because at head_dim 256, shared memory has
-        no room for a buffer of o.
+        no room for a buffer of o. Q's buffer is too small for o in fp32.
     consumer_registers, producer_registers: registers per thread of a consumer and of the producer, after `setmaxnreg`.
         The defaults are for two consumers. Three consumers need 160 and 32.
     """

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, ROWS, ForwardConfig, forward_config
+from fa_kernels.flash_attention.hopper.forward.config import ROWS, ForwardConfig, forward_config
 from fa_kernels.flash_attention.hopper.forward.consumer import Work, consume
 from fa_kernels.flash_attention.hopper.forward.items import Inputs, Rings, produce
 from fa_kernels.flash_attention.hopper.forward.output import Output
@@ -34,7 +34,6 @@ from fa_kernels.flash_attention.hopper.primitives.columns import column_blocks, 
 from fa_kernels.flash_attention.hopper.primitives.queue import new_queue, programs_of
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
-from fa_kernels.flash_attention.hopper.supported import supports_inputs
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_forward
 from fa_kernels.flash_attention.schedule import Schedule
@@ -99,16 +98,6 @@ def _fwd_kernel(
             (consume, (2, work, CONFIG, HAS_SINKS, HAS_SOFTCAP)),
             (produce, (inputs, rings, queue, counter_ptr, n_items, tile_order, ranges, CONFIG)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-
-
-def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
-    """Returns whether the Hopper forward kernel supports the call. The portable kernels compute all other calls."""
-    return (
-        supports_inputs(q, k, v, features)
-        and out_dtype in (q.dtype, torch.float32)
-        and q.shape[2] in FORWARD_CONFIGS
-        and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # Q's buffer is too small for o in fp32
-    )
 
 
 def uses_sections(schedule: Schedule) -> bool:
