@@ -31,11 +31,3 @@ class Features(NamedTuple):
     def stride_slopes(self) -> int:
         """Returns the stride between the rows of slopes, in elements, or 0 if all documents share one row."""
         return self.alibi[0].stride(0) if self.alibi and self.alibi[0].shape[0] > 1 else 0
-
-    def switches(self) -> dict[str, bool]:
-        """Returns the constexpr parameters that switch features of the kernels on or off."""
-        return {
-            "HAS_SINKS": self.sinks is not None,
-            "HAS_SOFTCAP": self.softcap != 0.0,
-            "HAS_ALIBI": bool(self.alibi),
-        }

@@ -215,7 +215,8 @@ def forward_arguments(
 def forward_constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
     """Returns the constexpr arguments that the forward kernel and its repair kernel share."""
     return dict(
-        **features.switches(), GROUP=q.shape[1] // v.shape[1],
+        HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi),
+        GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_COLUMNS=columns_of(q.shape[2], q.element_size()),
         DV=v.shape[2], DV_COLUMNS=columns_of(v.shape[2], v.element_size()),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION=precision_of(q),
