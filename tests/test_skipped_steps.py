@@ -174,23 +174,13 @@ DIVERGING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param([], id="one"),
-        pytest.param(
-            ["strategy=ddp", "trainer.devices=2"],
-            marks=needs_ports,
-            id="two",
-        ),
-    ],
-)
-def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
+@needs_ports
+def test_five_skipped_steps_in_a_row_end_a_run(tmp_path):
     """Validation after steps 6 and 9 does not reset the count of skipped steps.
 
     The run ends at step 12, the first logged step after step 10.
     """
-    overrides = tiny(tmp_path, *SAVING, *DIVERGING, "batch_size=4", *ranks)
+    overrides = tiny(tmp_path, *SAVING, *DIVERGING, "batch_size=4", "strategy=ddp", "trainer.devices=2")
     arguments = ["train.py", *overrides, *bad_steps(*range(5, 10))]
     done = processes.finish(FORKED, arguments, tmp_path, quiet_environment())
     assert done.returncode == 1, done.stderr

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import NoneType
 
 import pytest
@@ -104,12 +102,10 @@ def test_kernels_stay_in_the_folder_that_triton_chooses(given, monkeypatch):
 
 @pytest.mark.slow
 def test_micro_batches_change_nothing_but_memory(tmp_path):
-    losses = [
-        list(column(run(tmp_path, f"data.micro_batch_size={size}")[1], "train/loss").values()) for size in (1, 2, 4)
-    ]
+    runs = (run(tmp_path, "max_steps=5", f"data.micro_batch_size={size}")[1] for size in (1, 4))
+    small, large = (list(column(folder, "train/loss").values()) for folder in runs)
     # rows have different numbers of labels, so the mean of the micro-batches' mean losses would be wrong
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
-    torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
+    torch.testing.assert_close(small, large, rtol=1e-4, atol=0)
 
 
 @pytest.mark.slow
@@ -146,16 +142,6 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch, capsys):
         assert part in message
 
 
-@pytest.mark.slow
-def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
-    sweep = ["attention=naive", "seq_len=131072,64", "max_steps=2", "batch_size=1", "data.val_rows=1"]
-    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # the attention scores need 274 GB
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("result.json")))
-    assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
-    assert re.search(r"job +seq_len .*outcome\n0 +131072 .*oom\n1 +64 .*ok\nsweep: \S+sweep\.csv", done.stdout)
-
-
 @pytest.mark.parametrize(
     ("settings", "exports"),
     [
@@ -187,18 +173,6 @@ def test_sigusr1_saves_on_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
-    _, folder = run(tmp_path)
-    whole = column(folder, "train/loss")
-    overrides = tiny(tmp_path, "run_name=cut")
-    cut = column(start_and_stop(tmp_path, overrides, 7, signal.SIGTERM), "train/loss")
-    assert len(cut) < 20, "the run ended before the signal came"
-    rest = column(start_and_finish(tmp_path, *overrides, "ckpt_path=last"), "train/loss")
-    assert min(rest) == max(cut) + 1 and max(rest) == 20
-    assert cut | rest == whole
-
-
-@pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
     """A resumed run repeats the steps after the newest checkpoint."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
@@ -224,18 +198,6 @@ def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
     assert 4 <= min(column(parts[1], "train/loss")) < min(column(parts[2], "train/loss")), (
         "each run continues from a later step"
     )
-
-
-def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
-    def killed_in_the_middle(self, filepath, *args):
-        Path(filepath).parent.mkdir(exist_ok=True)
-        Path(filepath).write_bytes(b"half")
-        raise SystemExit("killed")
-
-    monkeypatch.setattr("lightning.Trainer.save_checkpoint", killed_in_the_middle)
-    with pytest.raises(SystemExit, match="killed"):
-        run(tmp_path, "max_steps=1", "callbacks.checkpoint.save_on_exception=false")
-    assert not list(tmp_path.rglob("*.ckpt")) and list(tmp_path.rglob("*.partial"))
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):

@@ -15,7 +15,7 @@ import pytest
 from hydra.utils import instantiate
 
 from fa_train import run_config, training
-from tests.support.training import command_line, composed, quiet_environment, tiny
+from tests.support.training import composed, quiet_environment, tiny
 from train import run_in_own_process
 
 KEY = "0123456789" * 4
@@ -257,15 +257,6 @@ def test_wandb_reads_wandb_resume_unless_the_config_sets_resume(tmp_path, monkey
         logger = f"{{_target_: lightning.pytorch.loggers.WandbLogger, offline: true, resume: {resume}}}"
         assert passed(f"trainer.logger={logger}") == resume
     assert passed(f"trainer.logger=[{logger}]") == "must"
-
-
-@pytest.mark.slow
-def test_a_run_with_a_key_and_no_network_is_recorded_offline(tmp_path):
-    overrides = tiny(tmp_path, "logger=wandb", "max_steps=1")
-    environment = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_BASE_URL": NOBODY}
-    done = command_line(tmp_path, *overrides, **environment, WANDB_API_KEY=KEY)
-    assert done.returncode == 0, done.stderr
-    assert "so this run is logged offline" in done.stdout and list(tmp_path.rglob("*.wandb"))
 
 
 def test_a_project_that_wandb_would_refuse_is_named_before_the_run_starts(tmp_path):

@@ -49,21 +49,9 @@ def one_line(done) -> str:
     return error
 
 
-@pytest.mark.parametrize(
-    ("overrides", "kept"),
-    [
-        pytest.param([], ["step_0000004.ckpt", "step_0000005.ckpt"], id="two-by-default"),
-        pytest.param(["callbacks.checkpoint.save_top_k=1"], ["step_0000005.ckpt"], id="one", marks=pytest.mark.slow),
-        pytest.param(
-            ["callbacks.checkpoint.save_top_k=-1"],
-            [f"step_000000{i}.ckpt" for i in range(1, 6)],
-            id="all",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_newest_are_kept(overrides, kept, tmp_path):
-    assert run(tmp_path / "run", tmp_path, *EACH_STEP, *overrides) == kept
+def test_the_newest_two_are_kept_by_default(tmp_path):
+    """tests/callbacks/test_checkpoint.py sets save_top_k."""
+    assert run(tmp_path / "run", tmp_path, *EACH_STEP) == ["step_0000004.ckpt", "step_0000005.ckpt"]
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_the_longest_length_of_auto_uses_the_best_levers():
 
 @pytest.mark.slow
 def test_auto_shows_the_smallest_plan_if_none_fits():
-    table = memory_table(["model=llama_1b", "memory=auto", "seq_len=8388608", "gpu_gib=80", "host_gib=1000"])
+    table = memory_table(["model=llama_1b", "memory=auto", "seq_len=131072", "gpu_gib=20", "host_gib=1000"])
     assert "memory: checkpointing=full, offload=True, mlp_chunk=16384" in table and "fits: no" in table
 
 
@@ -263,9 +263,3 @@ def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
     done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", arguments, tmp_path, quiet_environment())
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-def test_help_is_what_the_script_says_of_itself(tmp_path):
-    done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", ["--help"], tmp_path, quiet_environment())
-    assert done.returncode == 0 and done.stdout.startswith("Predicts the GPU and host memory") and not done.stderr
