@@ -241,8 +241,7 @@ def test_inputs_and_gradients_need_not_be_contiguous():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(("batch", "alibi"), [(1, False), (2, True)], ids=["one", "two-with-alibi"])
 def test_a_batch_may_have_any_layout(batch, alibi):
     """The kernels cannot read the gradient of o in place, so the gradient of o must be copied."""
     q, k, v = torch.randn(3, batch, 2, 21, 16, device=DEVICE)
@@ -308,7 +307,7 @@ def test_nan_shows_in_its_own_document():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lengths", "several"), [([20], False), ([0, 20], True), ([13, 7], True)], ids=str)
+@pytest.mark.parametrize(("lengths", "several"), [([20], False), ([13, 7], True)], ids=str)
 def test_both_passes_know_whether_there_are_several_documents(lengths, several, monkeypatch):
     """Hopper's kernels isolate NaN only if the schedule says that there are several documents."""
     known = []
