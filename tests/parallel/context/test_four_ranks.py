@@ -62,7 +62,6 @@ CASES = {
     "flash-4": (flash_attention, "all", "full", False, False, 1, 4),
     "flash-whole-2": (flash_attention, "windows", "selective", True, False, 2, 2),
     "sdpa-whole-4": (sdpa_attention, "plain", "none", False, False, 1, 4),
-    "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
     "flash-groups-2": (partial(flash_attention), "windows", "selective", True, False, 2, 2),
 }
 # A case is a tuple (additional tensors of attention, window, softcap, number of groups of KV heads, number of ranks
