@@ -171,8 +171,6 @@ def test_presets_are_what_the_readme_says(tmp_path):
     slow_except(
         ["batch", "memory", "choice", "no-peak"],
         [
-            pytest.param(["seq_len=0"], "seq_len must be a positive integer; got 0", id="seq-len"),
-            pytest.param(["max_steps=1.5"], "max_steps must be a positive integer; got 1.5", id="steps"),
             pytest.param(
                 ["batch_size=3", "data.micro_batch_size=2"], "batch_size must be .* of 2 .*; got 3", id="batch"
             ),
@@ -231,7 +229,6 @@ def test_presets_are_what_the_readme_says(tmp_path):
                 id="no-gpu-memory",
             ),
             pytest.param(["ckpt_path=last", "run_name=never"], "ckpt_path=last found no checkpoint below", id="last"),
-            pytest.param(["model.nonsense=1"], "nonsense", id="unknown-key"),
             pytest.param(["choices.model=gpt2"], "choose one with model=gpt2", id="choice"),
         ],
     ),
@@ -277,7 +274,6 @@ def test_a_time_limit_may_be_a_mapping_of_units(tmp_path):
             "error: model.vocab_size must be at least the tokenizer's vocabulary, 259",
             id="vocabulary",
         ),
-        pytest.param("trainer.devices=3", "error: batch_size must be a multiple of 3 ", id="ranks"),
         pytest.param("no_such_key=1", "error: unknown key no_such_key (to add a parameter", id="key"),
         pytest.param(
             "hydra.run.dir=/dev/null/run",

@@ -212,11 +212,6 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 id="clip",
             ),
             pytest.param(
-                "callbacks.checkpoint.every_n_train_steps=0",
-                "callbacks.checkpoint.every_n_train_steps must be .*; got 0",
-                id="checkpoint",
-            ),
-            pytest.param(
                 "callbacks.progress=3",
                 "callbacks.progress must be a node with a _target_ or null; got 3",
                 id="callback",
