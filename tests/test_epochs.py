@@ -41,7 +41,7 @@ def test_a_run_shorter_than_its_warmup_says_so(warmup_steps, warns, tmp_path, ca
     assert max(column(tmp_path / "run", "lr").values()) == pytest.approx(0.002 if warns else 0.004)
 
 
-def test_a_mixture_has_no_epochs(tmp_path):
+def test_a_mixture_has_no_epochs():
     config = {"choices": {"strategy": "auto", "optimizer": "adamw", "data": "mix"}, "epochs": 3}
     config |= {"strategy": {}, "adapter": {}, "trainer": {}, "model": {}}
     with pytest.raises(ValueError, match=r"epochs needs one dataset; got data=mix\. Set max_steps instead"):

@@ -75,7 +75,7 @@ def test_train_outlives_the_reader_of_its_output(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_process_outlives_its_terminal(tmp_path):
+def test_a_process_outlives_its_terminal():
     terminal, stdout = os.openpty()
     program = "import fa_train.output as x; x.outlive_readers(); print(1, flush=True); input(); print(2, flush=True)"
     command = [sys.executable, "-c", program]

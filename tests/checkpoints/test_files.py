@@ -189,7 +189,7 @@ def test_metadata_gets_no_other_attributes(folder):
         require_whole(folder)
 
 
-def test_metadata_names_files_of_its_folder_only(folder, tmp_path):
+def test_metadata_names_files_of_its_folder_only(folder):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for stored in metadata.storage_data.values():
         stored.relative_path = "../secret"

@@ -368,7 +368,7 @@ def test_low_memory_optimizers_say_what_they_need():
 
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload"])
-def test_every_config_decays_the_same_parameters(name, request):
+def test_every_config_decays_the_same_parameters(name):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(overrides=[f"+optimizer={name}"])
     model = build()

@@ -126,7 +126,7 @@ def test_the_key_depends_on_every_source(tmp_path, path):
     assert len({*keys}) == 4
 
 
-def test_the_key_depends_on_the_compilers(tmp_path, monkeypatch):
+def test_the_key_depends_on_the_compilers(tmp_path):
     tool = tmp_path / "ptxas"
     tool.write_text("12.8")
     before = reports.hash_of(tmp_path, [tool], [])

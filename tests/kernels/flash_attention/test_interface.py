@@ -21,8 +21,8 @@ from tests.kernels.flash_attention.support.packed_check import check, draw
 from tests.kernels.support.attention_check import DEVICE, GPU, cumulative
 
 
-def dense_inputs(seqlen_q=9, seqlen_k=11, head_dim=40):
-    shapes = (2, seqlen_q, 4, head_dim), (2, seqlen_k, 2, head_dim), (2, seqlen_k, 2, head_dim)
+def dense_inputs(head_dim=40):
+    shapes = (2, 9, 4, head_dim), (2, 11, 2, head_dim), (2, 11, 2, head_dim)
     return [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
 
 

@@ -6,8 +6,8 @@ import torch
 from fa_kernels.flash_attention.tile_order import fewest_kv_heads, heads_per_section, kv_heads_per_section
 
 
-def meta(total, heads, head_dim, dtype=torch.bfloat16):
-    return torch.empty(total, heads, head_dim, dtype=dtype, device="meta")
+def meta(total, heads, head_dim):
+    return torch.empty(total, heads, head_dim, dtype=torch.bfloat16, device="meta")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_model_with_images_is_imported_without_them(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
-def test_sharded_files_hold_the_same_weights(name, checkpoint, tmp_path, monkeypatch):
+def test_sharded_files_hold_the_same_weights(name, checkpoint, tmp_path):
     whole, sharded = load_pretrained(checkpoint(name)), checkpoint(name, max_shard_size="20kB")
     (sharded / "model.safetensors").unlink()
     assert len(list(sharded.glob("*.safetensors"))) > 2

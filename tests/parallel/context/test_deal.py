@@ -44,12 +44,12 @@ def balance(dealt, boundaries):
     return max(work) / np.mean(work)
 
 
-def received(dealt, boundaries, window=None):
+def received(dealt, boundaries):
     """Returns which fraction of the other ranks' keys a rank receives, averaged over all ranks.
 
     A result of 1 means that each rank gathers all keys.
     """
-    sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
+    sizes = [sum(traffic(dealt, boundaries, rank, None).sizes[1]) for rank in range(dealt.ranks)]
     return sum(sizes) / (dealt.total * (dealt.ranks - 1))
 
 
