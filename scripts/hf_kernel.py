@@ -6,9 +6,10 @@
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func    # loads the folder.
 
 The folder can be uploaded as a kernel repository. The folder build/torch-universal holds a copy of kernels/fa_kernels.
-The copy works with every version of torch, CUDA and Python that the sources support. A kernel repository must use
-relative imports, and must register its torch operators in a separate namespace. The name of the copy's namespace
-contains a hash of the sources, so one process can load fa_kernels and several versions of the copy.
+The copy works with every version of CUDA and Python that the sources support, and with the versions of torch that
+pyproject.toml allows. A kernel repository must use relative imports, and must register its torch operators in a
+separate namespace. The name of the copy's namespace contains a hash of the sources, so one process can load fa_kernels
+and several versions of the copy.
 
 Source: huggingface.co/docs/kernels/v0.17.0/kernel-requirements.
 """

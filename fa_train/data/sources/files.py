@@ -257,8 +257,9 @@ def _not_utf8(where: str, byte: int) -> ValueError:
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:
     """Yields the rows of a file.
 
-    A .jsonl file has one object per line, and its empty lines are skipped. A .json file contains a list of objects. The
-    first line of a .csv file contains the column names. All values of a .csv file are read as texts.
+    A .jsonl file has one object per line. A .json file contains a list of objects. The first line of a .csv file
+    contains the column names. All values of a .csv file are read as texts. Empty lines of .jsonl and .csv files are
+    skipped, so an empty file has no rows.
     columns: the columns to read from a .parquet file, or None to read all columns.
     Raises: ValueError if a .json file is not a list, or a .parquet or .csv file is not valid. If a line of a .jsonl
     file is not valid UTF-8 or JSON, or a row is not an object, read_rows raises no error. The property `value` of an
@@ -350,7 +351,8 @@ def _csv(path: Path) -> Iterator[SourceRow]:
     for number, (where, values) in enumerate(rows, 1):
         if len(values) != len(names):
             raise ValueError(
-                f"a row of a .csv file must have one value per column, {len(names)}; {where} has {len(values)}"
+                f"each row of a .csv file must have as many values as its first row, which has {len(names)}; the row "
+                f"that begins in {where} has {len(values)}"
             )
         yield SourceRow(number, f"{path}, row {number}", dict(zip(names, values, strict=True)))
 
@@ -359,20 +361,31 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Yields the place and the values of each row. The first row has the column names. Empty lines are skipped."""
     csv.field_size_limit(CSV_VALUE)
     with _readable(path), path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader, line = csv.reader(file, strict=True), 1  # the next row begins in this line
+        reader, line = csv.reader(_utf8_lines(file, path), strict=True), 1  # the next row begins in this line
         try:
             for row in reader:
-                "".join(row).encode()  # fails if the row has a surrogate, which stands for a byte that is not UTF-8
                 if row:
                     yield f"{path}, line {line}", row
                 line = reader.line_num + 1
-        except UnicodeEncodeError as error:
-            raise _invalid_byte(error, f"{path}, line {line}") from error
         except csv.Error as error:
             raise ValueError(
-                "a value that begins with a quote must end with a quote before a comma or a new line; the row that "
-                f'begins in {path}, line {line} cannot be read: {error}. Write a quote inside a quoted value as ""'
+                f"a value of a .csv file may have up to {CSV_VALUE:,} characters, and a value that begins with a quote "
+                f"must end with a quote before a comma or a new line; the row that begins in {path}, line {line} "
+                f'cannot be read: {error}. Write a quote inside a quoted value as ""'
             ) from error
+
+
+def _utf8_lines(file: Iterable[str], path: Path) -> Iterator[str]:
+    """Yields the lines of a file that was opened with errors="surrogateescape".
+
+    Raises: ValueError if a byte is not UTF-8.
+    """
+    for number, line in enumerate(file, 1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise _invalid_byte(error, f"{path}, line {number}") from error
+        yield line
 
 
 def without_nulls(value: Any) -> Any:

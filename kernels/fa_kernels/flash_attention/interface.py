@@ -1,7 +1,7 @@
 """The public attention functions, with the API of flash-attn 2.8.
 
-This module checks options and builds schedules (schedule.py). ops.py computes the attention. backend.py checks that q,
-k and v fit together, unless it repeats the launches of an earlier call with the same shapes.
+This module checks options and builds schedules (schedule.py). ops.py computes the attention. ops.py and backend.py
+check that q, k and v fit together. A call that repeats the launches of an earlier call has passed this check before.
 """
 
 import math

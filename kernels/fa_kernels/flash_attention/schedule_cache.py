@@ -54,7 +54,7 @@ def find_or_build(
 ) -> _T:
     """Returns the cached schedule of a dense call. If none is cached, builds it, and caches it if possible.
 
-    `build` gets the arguments after `build`. `device` is a torch.device or the index of a CUDA device.
+    `build` is called with the other arguments. `device` is a torch.device or the index of a CUDA device.
     """
     where = device_and_stream(device)
     if where is None or batch * (seqlen_q + seqlen_k) > MAX_TOKENS:

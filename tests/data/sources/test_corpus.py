@@ -60,7 +60,7 @@ def test_a_folder_with_other_files_is_read_without_its_csv_files(folder):
         ("ignored.bin", "text", "must be a file, folder or glob of .*; got .*ignored.bin"),
         ("c.jsonl", "body", "data.text_column=body must be a column of .*, line 1; it has text"),
         ("e.csv", "body", "data.text_column=body must be a column of .*csv, row 1; it has id, text"),
-        ("cut.csv", "text", r"must have one value per column, 2; .*cut\.csv, line 2 has 3"),
+        ("cut.csv", "text", r"as many values as its first row, which has 2; .*cut\.csv, line 2 has 3"),
         ("d.parquet", "body", "data.text_column=body must be a column of .*parquet; it has text, other"),
         ("d.parquet", "other", "data.text_column=other must hold text; .*, row 1 holds a int"),
         ("cut.jsonl", "text", "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),

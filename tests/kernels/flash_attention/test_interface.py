@@ -188,6 +188,10 @@ def test_other_lengths_compile_nothing_anew():
         pytest.param({"softcap": 1000.1}, "softcap must be .* at most 1000, .*; got 1000.1", id="softcap"),
         pytest.param({"k": torch.ones(2, 11, 0, 40)}, "same tokens and heads", id="no-k-heads"),
         pytest.param(
+            {"q": torch.ones(2, 9, 4, 0), "k": torch.ones(2, 11, 2, 0), "v": torch.ones(2, 11, 2, 0)},
+            "head_dim must be from 1 to 256; got 0", id="no-width",
+        ),
+        pytest.param(
             {"k": torch.ones(2, 11, 0, 40), "v": torch.ones(2, 11, 0, 40)}, "n_kv_heads; got 4 and 0", id="no-kv-heads"
         ),
         pytest.param(

@@ -15,7 +15,7 @@ HEAD_DIMS = tuple(FORWARD_CONFIGS)  # the backward kernels support the same head
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
     """Returns whether the kernels can run here, can read q, k and v in place by TMA, and can write o in out_dtype.
 
-    The backward kernels need no o in another dtype, so out_dtype is q's dtype for a backward pass.
+    A backward pass writes no o, so its caller passes q's dtype as out_dtype.
     Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
     return (
