@@ -41,7 +41,7 @@ class Levers:
 
     def overrides(self, others: "Levers") -> list[str]:
         """Returns train.py's command-line overrides for the settings that differ from `others`."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = {name: getattr(self, name) for name in Levers.__dataclass_fields__}
         return [f"memory.{name}={shown(value)}" for name, value in values.items() if value != getattr(others, name)]
 
 
