@@ -1,7 +1,7 @@
 """Private functions of torch that reduce the host time of attention calls.
 
-No other module of this package uses private names of torch. The versions of torch that
-pyproject.toml allows have these names.
+No other module of this package uses private names of torch. The versions of torch that pyproject.toml allows have these
+names.
 """
 
 from collections.abc import Callable

@@ -226,6 +226,8 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} must name the file of each tensor in weight_map; got {weight_map}")
     for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{folder / INDEX} must name files in its folder; got {file!r} for the tensor {name}")
         by_file.setdefault(file, []).append(name)
     for file in sorted(by_file):
         if not (folder / file).is_file():

@@ -109,6 +109,7 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     Raises: ValueError if the factor is zero, negative, infinite or NaN, or if it requires a gradient.
     """
     require_constant("softmax_scale", softmax_scale)
+    # 0**-0.5 would raise ZeroDivisionError; a later check names a head_dim of 0
     scale = max(1, q.shape[-1]) ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite; got {scale}")

@@ -102,6 +102,9 @@ def test_a_corrupt_shard_is_named(damage, message, checkpoint):
     ("content", "message"),
     [
         pytest.param("{}", "must name the file of each tensor in weight_map; got None", id="no-map"),
+        pytest.param('{"weight_map": {"x": 3}}', "must name files in its folder; got 3 for the tensor x", id="number"),
+        pytest.param('{"weight_map": {"x": "../a"}}', r"must name files in its folder; got '\.\./a'", id="outside"),
+        pytest.param('{"weight_map": {"x": "/a"}}', "must name files in its folder; got '/a'", id="absolute"),
         pytest.param('{"weight_map": {"x": "."}}', "is missing; model.safetensors.index.json names it", id="folder"),
     ],
 )
