@@ -14,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -44,11 +45,13 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     """Runs train(cfg) in a new process for at most `timeout` seconds.
 
     Returns the measured values by name. A job is skipped if the multirun's folder already has the job's result, or if a
-    job with the same attention and a smaller seq_len ran out of memory. Ends the program on Ctrl-C, or if the jobs
-    differ in more than attention and seq_len.
+    job with the same attention and a smaller seq_len ran out of memory. Ends the program on Ctrl-C or SIGTERM, or if
+    the jobs differ in more than attention and seq_len.
     """
     require_one_document(cfg)
     folder = Path(HydraConfig.get().sweep.dir).resolve() / "jobs"
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, partial(stop, folder.parent))
     folder.mkdir(parents=True, exist_ok=True)
     job, results = Job(cfg.choices.attention, cfg.seq_len), load(folder)
     log = job.path(folder, ".log")
@@ -57,15 +60,17 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     if result is None or not result.final:
         result = skipped(job, results)
     if result is None:
-        try:
-            result = measured_apart(train, cfg, timeout, log)
-        except KeyboardInterrupt:
-            print(f"stopped; run the same command with hydra.sweep.dir={folder.parent} to continue", file=sys.stderr)
-            sys.exit(128 + signal.SIGINT)
+        result = measured_apart(train, cfg, timeout, log)
     save(job, result, folder)
     numbers = {name: float(x) for name, x in asdict(result).items() if isinstance(x, int | float)}
     print(f"{job.name}: {result.outcome}", *(f"{name}={x:.4g}" for name, x in numbers.items()), sep="  ", flush=True)
     return numbers | ({"oom": 1.0} if result.oom else {})
+
+
+def stop(folder: Path, signum: int, frame: Any) -> NoReturn:
+    """A signal handler that ends the program, and thereby the process of the running job."""
+    print(f"stopped; run the same command with hydra.sweep.dir={folder} to continue", file=sys.stderr)
+    sys.exit(128 + signum)
 
 
 def require_one_document(cfg: DictConfig) -> None:

@@ -93,6 +93,7 @@ def job(tmp_path, monkeypatch):
             return Result(outcome, peak_gib=1.0)
 
         monkeypatch.setattr(multirun, "call_apart", call_apart)
+        monkeypatch.setattr(signal, "signal", Mock())  # run_job's handlers would stay for other tests
         names = [f"attention={attention}", f"seq_len={seq_len}", *overrides]
         with composed(tmp_path, *ablation(tmp_path, *names)) as cfg:
             hydra = HydraConfig.instance().cfg.hydra
@@ -210,7 +211,9 @@ def test_an_error_in_the_report_ends_the_program_with_1(job, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
+@pytest.mark.parametrize("send", [os.killpg, os.kill])
+def test_a_signal_keeps_what_is_finished_and_the_same_command_continues(tmp_path, send):
+    signum = signal.SIGINT if send is os.killpg else signal.SIGTERM  # Ctrl-C in a terminal signals the process group
     arguments = ["-m", *ablation(tmp_path, "attention=naive,chunked,sdpa", "seq_len=32", "max_steps=300")]
     folder, out, errors = (tmp_path / name for name in ("sweep/jobs", "out", "errors"))
     out.touch()
@@ -221,12 +224,12 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         while not (folder / "naive_32.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # the second job should run now; the third may already run
-        os.killpg(multirun_of_long_jobs.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the whole process group
+        send(multirun_of_long_jobs.pid, signum)
         multirun_of_long_jobs.join(30)
     finally:
         multirun_of_long_jobs.kill()
     stderr = errors.read_text()
-    assert multirun_of_long_jobs.exitcode == 128 + signal.SIGINT, stderr
+    assert multirun_of_long_jobs.exitcode == 128 + signum, stderr
     assert stderr.strip().splitlines()[-1].startswith("stopped; ")
     kept = load(folder)
     assert len(kept) in (1, 2) and kept[Job("naive", 32)].outcome == "ok"
