@@ -13,10 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.monitor import memory, monitor_of
 from fa_train.memory.planner.predict import GIB
-from fa_train.memory.planner.run import bytes_of_others
+from fa_train.memory.planner.run import OUTSIDE_TORCH, bytes_of_others, device_bytes
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
-REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)")  # in the message of torch.OutOfMemoryError
+REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])iB")  # in the message of torch.OutOfMemoryError
+IN_GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 # parts of the messages of RuntimeErrors that say that memory ran out
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
@@ -41,12 +42,16 @@ class OutOfMemory(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
         device = pl_module.device
-        usage = f"peak use {memory(device)['perf/peak_gib']:.1f} GiB"
+        used = memory(device)
+        usage, needed = f"peak use {used['perf/peak_gib']:.1f} GiB", used.get("perf/reserved_gib", 0.0)
         if requested := REQUESTED.search(str(exception)):
-            usage += f"; the failed allocation needed {requested[1]}"
+            usage += f"; the failed allocation needed {requested[1]} {requested[2]}iB"
+            needed += float(requested[1]) * IN_GIB[requested[2]]
         limit = f"the device has ({usage})"
         if others := bytes_of_others(device):
             limit = f"is free ({usage}; other processes use {others / GIB:.1f} GiB of the device)"
+        elif device.type == "cuda" and needed * GIB + OUTSIDE_TORCH < (total := device_bytes(device)):
+            limit = f"was free ({usage}; the device has {total / GIB:.1f} GiB, so other processes used the rest)"
         self.advised = (
             f"out of memory: {self._settings} needs more memory than {limit}. Try {self._changes(trainer, device)}"
         )

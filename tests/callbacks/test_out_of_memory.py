@@ -39,29 +39,36 @@ TORCH = "CUDA out of memory. Tried to allocate 512.00 GiB. GPU 0 has a total cap
 
 
 @pytest.mark.parametrize(
-    ("device", "attention", "memory", "others", "message", "expected"),
+    ("device", "attention", "memory", "reserved", "others", "message", "expected"),
     [
-        pytest.param(CPU, "flash", "default", 0, "", "the device has (peak use 7.5 GiB). Try data.", id="cpu"),
-        pytest.param(GPU, "flash", "default", 0, "", "the device has (peak use 7.5 GiB). Try memory=auto, ", id="gpu"),
-        pytest.param(GPU, "flash", "auto", 0, "", "the device has (peak use 7.5 GiB). Try data.micro", id="auto"),
+        pytest.param(CPU, "flash", "default", 79, 0, "", "the device has (peak use 7.5 GiB). Try data.", id="cpu"),
+        pytest.param(GPU, "flash", "default", 79, 0, "", "the device has (peak use 7.5 GiB). Try memory=", id="gpu"),
+        pytest.param(GPU, "flash", "auto", 79, 0, "", "the device has (peak use 7.5 GiB). Try data.micro", id="auto"),
         pytest.param(
-            GPU, "naive", "full", 0, TORCH,
+            GPU, "naive", "full", 79, 0, TORCH,
             "the device has (peak use 7.5 GiB; the failed allocation needed 512.00 GiB). Try attention=flash, ",
             id="naive",
         ),
         pytest.param(
-            GPU, "flash", "auto", 2**37, "",
+            GPU, "flash", "auto", 79, 2**37, "",
             "is free (peak use 7.5 GiB; other processes use 128.0 GiB of the device). Try data.micro",
             id="shared-gpu",
+        ),
+        pytest.param(
+            GPU, "flash", "auto", 8, 0, TORCH.replace("512", "1"),
+            "was free (peak use 7.5 GiB; the failed allocation needed 1.00 GiB; the device has 80.0 GiB, so other "
+            "processes used the rest). Try data.micro",
+            id="gpu-was-shared",
         ),
     ],
 )  # fmt: skip
 def test_the_error_says_what_is_lacking_and_what_to_try(
-    device, attention, memory, others, message, expected, monkeypatch, capsys
+    device, attention, memory, reserved, others, message, expected, monkeypatch, capsys
 ):
     monkeypatch.setattr(out_of_memory, "monitor_of", lambda trainer: SimpleNamespace(latest={}))
-    monkeypatch.setattr(out_of_memory, "memory", lambda device: {"perf/peak_gib": 7.5})
+    monkeypatch.setattr(out_of_memory, "memory", lambda device: {"perf/peak_gib": 7.5, "perf/reserved_gib": reserved})
     monkeypatch.setattr(out_of_memory, "bytes_of_others", lambda device: others)
+    monkeypatch.setattr(out_of_memory, "device_bytes", lambda device: 80 * 2**30)
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), loggers=[], world_size=1, global_step=3)
     module: Any = SimpleNamespace(device=device)
     OutOfMemory(64, 2, attention, memory).on_exception(trainer, module, torch.OutOfMemoryError(message))
