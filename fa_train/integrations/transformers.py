@@ -162,7 +162,7 @@ def attention(
         ValueError: if flash attention or this function does not support an argument. The ValueError is raised before
         any kernel of flash attention runs.
     """
-    _require_supported(query, attention_mask, dropout, kwargs)
+    _require_supported(module, query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
     is_causal = _is_causal(module, attention_mask, is_causal, q.shape[1])
     if sliding_window is not None and causality(attention_mask) is False and _is_of_config(module, sliding_window):
@@ -200,7 +200,9 @@ def attention(
     return o, None
 
 
-def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
+def _require_supported(
+    module: nn.Module, query: Tensor, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]
+) -> None:
     if query.device.type != "cuda" and not interpreted():
         raise ValueError(
             f'attn_implementation="{NAME}" must run on a CUDA GPU; got {query.device}. '
@@ -208,7 +210,8 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
         )
     if dropout:
         raise ValueError(
-            f"the config's attention_dropout must be 0.0 in training; got {dropout}. {NAME} has no dropout"
+            f"the config's {_dropout_field(module, dropout)} must be 0.0 in training; got {dropout}. "
+            f"{NAME} has no dropout"
         )
     if attention_mask is not None and not is_key_mask(attention_mask):
         raise ValueError(
@@ -222,6 +225,17 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
     for name, meaning in REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise ValueError(f"{name} must not be given: {NAME} does not support {meaning}")
+
+
+def _dropout_field(module: nn.Module, dropout: float) -> str:
+    """Returns the name of the config's field that holds `dropout`, such as attn_pdrop in GPT-2.
+
+    If no field is found, the result is the most common name, attention_dropout.
+    """
+    for name, value in _fields_of_config(module).items():
+        if "att" in name and "drop" in name and value == dropout:
+            return name
+    return "attention_dropout"
 
 
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:
@@ -247,9 +261,13 @@ def _is_of_config(module: nn.Module, sliding_window: int) -> bool:
     encoders, such as ModernBERT, therefore pass config.sliding_window + 1. Layers that can also be causal pass
     config.sliding_window.
     """
+    return _fields_of_config(module).get("sliding_window") == sliding_window
+
+
+def _fields_of_config(module: nn.Module) -> dict[str, Any]:
     # __dict__, because a config with different windows per layer raises an error when the attribute is read
     fields: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})
-    return fields.get("sliding_window") == sliding_window
+    return fields
 
 
 def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -305,13 +305,15 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
         monkeypatch.setattr(fa, name, forbidden)
     ids = tokens(1, 4)
 
-    def run(fields: dict[str, Any], train: bool = False, **inputs: Any) -> None:
-        model = tiny("llama-three-to-one", **fields).train(train)
+    def run(fields: dict[str, Any], name: str = "llama-three-to-one", train: bool = False, **inputs: Any) -> None:
+        model = tiny(name, **fields).train(train)
         model.set_attn_implementation(fa.NAME)
         model(ids, use_cache=False, **inputs)
 
     with pytest.raises(ValueError, match=r"attention_dropout must be 0.0 in training; got 0.1"):
         run({"attention_dropout": 0.1}, train=True)
+    with pytest.raises(ValueError, match=r"the config's attn_pdrop must be 0.0 in training; got 0.2"):
+        run({"attn_pdrop": 0.2}, name="gpt2", train=True)
     with pytest.raises(ValueError, match="output_attentions must not be given"):
         run({}, output_attentions=True)
     with pytest.raises(ValueError, match=r"no custom masks; got \(1, 1, 4, 4\)"):
