@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa_kernels.device import interpreted
 from fa_kernels.flash_attention.checks import require_backend as require_flash_backend
 from fa_kernels.flash_attention.checks import softcap_of
 from fa_kernels.flash_attention.interface import flash_attn_packed
@@ -47,8 +48,14 @@ def require_backend(attention: Attention, device: torch.device, dtype: torch.dty
 
     A dtype of None is not checked. Call this function before training.
     """
-    if function_of(attention) is flash_attention:
-        require_flash_backend(device, dtype)
+    if function_of(attention) is not flash_attention:
+        return
+    if device.type != "cuda" and not interpreted():
+        raise ValueError(
+            f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
+            "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
+        )
+    require_flash_backend(device, dtype)
 
 
 def require_softcap(attention: Attention, softcap: float) -> None:

@@ -175,3 +175,8 @@ def test_flash_says_early_that_it_needs_a_gpu(monkeypatch):
         with pytest.raises(ValueError, match=r"attention=flash needs a CUDA GPU; this run is on cpu"):
             require_backend(attention, cpu)
     require_backend(sdpa_attention, cpu)
+    x = torch.randn(1, 8, 2, 16)
+    # the kernels can be used without fa_train, and then have no setting `attention`
+    for function in (flash_attn_func, flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=r"^flash attention needs tensors on a CUDA GPU; got cpu\. TRITON"):
+            function(x, x, x)

@@ -23,8 +23,8 @@ def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> N
     """Raises ValueError unless flash attention can run on `device`, and in `dtype` if one is given."""
     if device.type != "cuda" and not interpreted():
         raise ValueError(
-            f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
-            "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
+            f"flash attention needs tensors on a CUDA GPU; got {device}. "
+            "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, slowly"
         )
     if device.type == "cpu" and dtype == torch.bfloat16:
         raise ValueError(
