@@ -327,6 +327,8 @@ def _from_pages(
             f"block_table must be ({n_docs}, pages per document) int32 on {k.device}; got {described(block_table)}"
         )
     capacity = block_table.shape[1] * page_size
+    if may_read(cu_seqlens_k):
+        _require_documents("k", cu_seqlens_k, n_docs * capacity, max_seqlen_k)
     if max_seqlen_k > capacity:
         raise ValueError(
             f"max_seqlen_k must be at most {capacity}, the number of tokens that a row of block_table can hold; "

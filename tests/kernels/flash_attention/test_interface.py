@@ -262,7 +262,8 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
         pytest.param({"v": PAGES[:2]}, r"same page size, both at least 1; got \(3, 16, 2, 16\) and \(2, ", id="v"),
         pytest.param({"k": PAGES[:0], "v": PAGES[:0]}, "same page size, both at least 1", id="no-pages"),
         pytest.param({"max_seqlen_k": 33}, "must be at most 32, .*; got 33", id="max-seqlen"),
-        pytest.param({"max_seqlen_k": 8}, "cu_seqlens_k must .* end at 16 or before|at least the longest", id="short"),
+        pytest.param({"max_seqlen_k": 8}, "max_seqlen_k must be at least .* document, 20; got 8", id="short"),
+        pytest.param({"max_seqlen_k": None}, "max_seqlen_k must be at least .* document, 20; got None", id="none"),
     ],
 )
 def test_bad_pages_are_named(arguments, message, monkeypatch):
