@@ -362,6 +362,8 @@ def _require_rotary(cos: Tensor | None, sin: Tensor | None, appends: bool, q: Te
             f"rotary_dim that is a multiple of 16 and at most {q.shape[3]}; got {tuple(cos.shape)} and "
             f"{tuple(sin.shape)}"
         )
+    dtypes = {q.dtype, torch.float32}
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if x.dtype not in (q.dtype, torch.float32) or x.device != q.device:
-            raise ValueError(f"{name} must be {name_of(q.dtype)} or float32 on {q.device}; got {described(x)}")
+        if x.dtype not in dtypes or x.device != q.device:
+            wanted = " or ".join(sorted(map(name_of, dtypes)))
+            raise ValueError(f"{name} must be {wanted} on {q.device}; got {described(x)}")

@@ -317,6 +317,9 @@ ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
         pytest.param({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "must be None without k", id="rotary-without-k"),
         pytest.param(ONE | {"rotary_cos": ANGLES}, "given together; got only cos", id="cos-alone"),
         pytest.param(
+            ONE | {"rotary_cos": ANGLES.half(), "rotary_sin": ANGLES}, "rotary_cos must be float32 on", id="half-angles"
+        ),
+        pytest.param(
             ONE | {"rotary_cos": ANGLES[:31], "rotary_sin": ANGLES[:31]}, "at least 32 positions.*31", id="short-angles"
         ),
         pytest.param({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be \(4,\) or \(2, 4\) float32", id="slopes"),
