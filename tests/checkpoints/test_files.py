@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
 
 
 def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
-    with pytest.raises(Exception, match="pickle") as caught:
+    with pytest.raises(Exception, match=r"pickle|local object") as caught:  # the message depends on Python's version
         write_file({"global_step": 1, "function": lambda: None}, tmp_path / "x.ckpt.partial")
     assert not isinstance(caught.value, CheckpointError)
 
