@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from fa_train.callbacks.checkpoint import Checkpoint
 from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.communication import timeout_of
 from fa_train.parallel.failures import end_rank, kind_of, signals_to_handle
@@ -86,8 +87,14 @@ class GracefulInterrupt(Callback):
         self._agree()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Ends this rank if another rank has ended, because this rank's GPU would wait forever for the other rank."""
+        """Ends this rank if another rank has ended, because this rank's GPU would wait forever for the other rank.
+
+        Before the end, a checkpoint that is being written can be finished.
+        """
         if trainer.world_size > 1 and kind_of(exception) == "lost connection":
+            if isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning would call it after this method
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends SIGTERM to the remaining ranks
+                trainer.checkpoint_callback.on_exception(trainer, pl_module, exception)
             for logger in trainer.loggers:
                 logger.finalize("failed")
             end_rank(exception)

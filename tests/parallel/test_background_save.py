@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
-from fa_train.callbacks.checkpoint import Checkpoint
+from fa_train.callbacks.checkpoint import Checkpoint, Save
+from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.callbacks.monitor import Monitor
 from fa_train.checkpoints.files import CheckpointError, read_file, write_file
 from fa_train.checkpoints.resume import checkpoint_path
@@ -142,6 +143,29 @@ def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
     assert said[0].endswith("step_0000002.ckpt could not be written: No space left on device")
     path = tmp_path / "step_0000002.ckpt"
     assert said[1:] == [f"checkpoint: {path}; ckpt_path={path} resumes from it"]
+
+
+@needs_ports
+def test_a_rank_that_loses_another_rank_first_finishes_its_checkpoint(background, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", lambda status: print(f"status {status}"))
+    monkeypatch.setattr(signal, "signal", Mock())  # SIGTERM, which the launcher sends now, is ignored
+    path, may_write = tmp_path / "step_0000002.ckpt", threading.Event()
+    partial = tmp_path / "step_0000002.ckpt.partial"
+
+    def write(content: dict) -> None:
+        may_write.wait()
+        write_file(content, partial)
+
+    checkpoint = Checkpoint(str(tmp_path), "mine", 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
+    checkpoint._background, checkpoint._save_in_flight = background, Save(path, step=2)
+    trainer = Mock(world_size=2, print=print, loggers=[], checkpoint_callback=checkpoint)
+    trainer.callbacks = [Monitor(1, 1, None), checkpoint]
+    background.start({"global_step": 2}, write, partial)
+    threading.Timer(0.1, may_write.set).start()
+    GracefulInterrupt().on_exception(trainer, Mock(), RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
+    assert read_file(path)["global_step"] == 2
+    signal.signal.assert_called_once_with(signal.SIGTERM, signal.SIG_IGN)
+    assert capsys.readouterr().out.splitlines() == [f"checkpoint: {path}; ckpt_path={path} resumes from it", "status 1"]
 
 
 class KilledWhileSaving(Callback):

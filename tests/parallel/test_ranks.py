@@ -269,8 +269,8 @@ def test_the_reason_is_one_line_even_if_tracebacks_are_shown(environment, tmp_pa
 def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(error, world_size, ends, monkeypatch):
     done = []
     monkeypatch.setattr(os, "_exit", done.append)
-    logger = SimpleNamespace(finalize=done.append)
-    GracefulInterrupt().on_exception(SimpleNamespace(world_size=world_size, loggers=[logger]), None, error)
+    given = {"loggers": [SimpleNamespace(finalize=done.append)], "checkpoint_callback": None}
+    GracefulInterrupt().on_exception(SimpleNamespace(world_size=world_size, **given), None, error)
     assert done == (["failed", 1] if ends else [])
 
 
