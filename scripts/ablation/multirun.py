@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.errors import explain
 from fa_train.flops import peak_flops
+from fa_train.parallel.failures import signals_to_handle
 from scripts.ablation.formula import OPERANDS, sized_model, step_formula
 from scripts.ablation.process import ProcessError, call_apart
 from scripts.ablation.report import in_order, log_summary, write_files
@@ -45,12 +46,12 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     """Runs train(cfg) in a new process for at most `timeout` seconds.
 
     Returns the measured values by name. A job is skipped if the multirun's folder already has the job's result, or if a
-    job with the same attention and a smaller seq_len ran out of memory. Ends the program on Ctrl-C or SIGTERM, or if
-    the jobs differ in more than attention and seq_len.
+    job with the same attention and a smaller seq_len ran out of memory. Ends the program on a signal that ends a run,
+    such as Ctrl-C, or if the jobs differ in more than attention and seq_len.
     """
     require_one_document(cfg)
     folder = Path(HydraConfig.get().sweep.dir).resolve() / "jobs"
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in signals_to_handle():
         signal.signal(signum, partial(stop, folder.parent))
     folder.mkdir(parents=True, exist_ok=True)
     job, results = Job(cfg.choices.attention, cfg.seq_len), load(folder)

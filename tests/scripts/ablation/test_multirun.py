@@ -12,6 +12,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from fa_train.parallel.failures import STOPPING
 from fa_train.training import train
 from scripts.ablation import multirun
 from scripts.ablation.multirun import Report, measured_apart, require_one_document, run_job
@@ -208,6 +209,11 @@ def test_an_error_in_the_report_ends_the_program_with_1(job, tmp_path, monkeypat
     with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match="1"):
         Report().on_multirun_end(with_hydra(cfg))
     assert "OSError: no space" in capsys.readouterr().err
+
+
+def test_each_signal_that_ends_a_run_ends_an_ablation(job):
+    job(0, "naive", 64, "ok")
+    assert {call.args[0] for call in signal.signal.call_args_list} == set(STOPPING)
 
 
 @pytest.mark.slow
