@@ -4,11 +4,14 @@ A server process imports all modules once, does not use a GPU, and forks one pro
 """
 
 import os
+import signal
+import threading
 import traceback
 from collections.abc import Callable
 from functools import cache
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -74,6 +77,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
     """Sends the value that the function returned, or the type and the first line of its error."""
+    threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -87,3 +91,9 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
             said = said.__cause__
         error = first_line(said)
     sender.send((value, error))
+
+
+def _end_with(program: BaseProcess) -> None:
+    """Ends this process when the program that called call_apart has ended, for example through SIGKILL."""
+    program.join()
+    os.kill(os.getpid(), signal.SIGKILL)

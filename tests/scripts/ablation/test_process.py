@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
-from scripts.ablation.process import ProcessError, call_apart
+from scripts.ablation.process import ProcessError, _answer, call_apart
 from tests.support.training import REPOSITORY
 
 
@@ -53,6 +55,30 @@ imported = "{{'lightning', 'scripts.ablation.multirun'}} <= {{*__import__('sys')
 print(call_apart(eval, (imported,), 240, Path("log")))
 """
     assert in_new_interpreter(program, tmp_path) == "True\n"
+
+
+def program_of_a_long_job(log):
+    job = get_context("fork").Process(target=_answer, args=(None, time.sleep, (60,), log))
+    job.start()
+    log.with_name("job").write_text(f"{job.pid}\n")
+    job.join()
+
+
+def test_a_job_ends_if_sigkill_ends_the_program(tmp_path):
+    program, job = get_context("fork").Process(target=program_of_a_long_job, args=(tmp_path / "log",)), tmp_path / "job"
+    program.start()
+    wait_until(lambda: job.exists() and job.read_text().endswith("\n"))
+    program.kill()
+    program.join()
+    status = Path("/proc", job.read_text().strip(), "status")
+    wait_until(lambda: not status.exists() or "(zombie)" in status.read_text())
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
