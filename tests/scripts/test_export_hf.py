@@ -127,7 +127,8 @@ def test_a_fine_tuned_float64_checkpoint_is_exported_as_it_was_trained(tmp_path)
 
 
 def test_a_run_that_goes_on_in_its_folder_replaces_its_exports(tmp_path):
-    own = tiny(tmp_path, "adapter=lora", "export=true", "hydra.run.dir=run")
+    base = write_base(tmp_path / "base", vocab_size=259)
+    own = [*settings(tmp_path, base), "adapter=lora", "export=true", "hydra.run.dir=run"]
     for steps, start in ((1, []), (2, ["ckpt_path=run/checkpoints/step_0000001.ckpt"])):
         done = command_line(tmp_path, *own, *start, f"max_steps={steps}")
         assert done.returncode == 0, done.stderr
@@ -388,8 +389,11 @@ def test_an_older_checkpoint_that_holds_its_base_is_exported(adapter_run, tmp_pa
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_an_export_reads_a_random_base_from_the_checkpoint(kind, tmp_path):
-    own = (f"adapter={kind}", "optimizer.lr=0.05", "trainer.precision=bf16-true")
+    own = (f"adapter={kind}", "optimizer.lr=0.05", "trainer.precision=bf16-true", "export=true")
     checkpoint = train(tmp_path, *tiny(tmp_path, *own))
+    assert [path.name for path in checkpoint.parents[1].glob("exported*")] == ["exported"]
+    with pytest.raises(ValueError, match=r"--adapter needs a run with model\.pretrained"):  # peft needs the base model
+        trained_model.export(checkpoint, tmp_path / "adapter", [], None, adapter=True)
     for name, changes in (("same", []), ("other", ["seed=1"])):
         trained_model.export(checkpoint, tmp_path / name, changes, "float32")
     same, other = (tmp_path / name / "model.safetensors" for name in ("same", "other"))

@@ -62,7 +62,7 @@ def export_run(
 ) -> list[Path]:
     """Writes the folder run/exported.
 
-    If the run has an adapter, also writes the folder run/exported_adapter, which peft can load.
+    If the run has an adapter of a pretrained base model, also writes run/exported_adapter, which peft can load.
     Each folder is written under a temporary name, and renamed when it is complete. A complete folder replaces an
     earlier export of the run. Returns the paths of the written folders.
     config: see `write`. metrics: the newest metrics of the run. `metrics_of` chooses the metrics for the model card.
@@ -80,7 +80,8 @@ def export_run(
         require_same_tokenizer(checkpoint, config)
         metrics = metrics_of(checkpoint, metrics)
         # write the adapter first, because merging removes it from the model
-        for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
+        has_adapter = base is not None and any(adapted(model))
+        for target, adapter in [(adapter_folder, True)] * has_adapter + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
             _replace(target, unfinished)
             written.append(target)
@@ -135,13 +136,18 @@ def write(
     they had in training.
     adapter: whether to write only the unmerged adapter, in fp32.
     Raises: ValueError if `folder` has a README.md, which the model card would replace. ValueError if `adapter` is True
-    and `dtype` is set, or if `adapter` is True and the model has no adapter.
+    and `dtype` is set, the model has no adapter, or its base model has random weights.
     """
     card = folder / "README.md"
     if card.exists():
         raise ValueError(f"an export needs a new folder or one without README.md; got {folder}, which has a README.md")
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
+    if adapter and any(adapted(model)) and model.origin is None:
+        raise ValueError(
+            "--adapter needs a run with model.pretrained, because peft loads the base model; the base of this run has "
+            "random weights. Without --adapter, the export is the whole model"
+        )
     model.config = _with_context_length(model.config, config["seq_len"])
     loaded = tokenizer_of(config)
     tokenizer: SavesTokenizer | None = loaded.hf if isinstance(loaded, HFTokenizer) else loaded
