@@ -21,6 +21,7 @@ from fa_train.data.packing.collate import Batch, collate
 from fa_train.data.packing.rows import IGNORE_INDEX, Row, ShuffledRows
 from fa_train.flops import attention_pairs
 from fa_train.parallel.context.shard import ContextShard
+from fa_train.parallel.failures import STOPPING
 
 if TYPE_CHECKING:
     from fa_train.data.datamodule import PackedDataModule  # a circular import
@@ -195,7 +196,9 @@ class TimedLoader(DataLoader[Batch]):
     waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # Lightning only calls next
-        batches = super().__iter__()
+        return self._timed(super().__iter__())
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             start = time.perf_counter()
             try:
@@ -226,13 +229,14 @@ class RangeSampler(DistributedSampler[int]):
         return self.stop
 
 
-class SharedHeapLoader(TimedLoader):
-    """A TimedLoader whose forked workers keep sharing the memory of the training process.
+class ForkingLoader(TimedLoader):
+    """A TimedLoader that forks its workers, so that they share the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
     visits. Without this class, one full garbage collection in a worker would copy most of the shared pages.
     After `gc.freeze`, the garbage collector ignores all objects that existed when the workers were forked. Call
     `gc.unfreeze` when the run ends.
+    The workers ignore the signals that end a run. worker_init_fn must be `leave_signals_to_the_run`.
     """
 
     _has_workers = False
@@ -242,19 +246,23 @@ class SharedHeapLoader(TimedLoader):
             gc.collect()  # without gc.collect, gc.freeze would keep existing garbage until the end of the run
             gc.freeze()
             self._has_workers = self.persistent_workers
-        return super().__iter__()
+        # All threads of a worker inherit this mask. Without it, a signal before worker_init_fn would end the worker.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C, SIGUSR1, SIGHUP and SLURM's SIGTERM, which reach every process of a run.
 
     After a signal, data workers must still provide micro-batches, because a run of several ranks may process more
-    micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker.
+    micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker: a process
+    also receives an ignored signal with sigwaitinfo if its main thread blocks this signal.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # required by sigwaitinfo
+    for signum in STOPPING:
+        signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 

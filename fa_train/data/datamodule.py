@@ -13,10 +13,10 @@ import lightning as L
 from fa_train.bounds import NonEmptyText, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
 from fa_train.checkpoints.architecture import differences
 from fa_train.data.batches import (
+    ForkingLoader,
     MicroBatches,
     PackedRows,
     RangeSampler,
-    SharedHeapLoader,
     TimedLoader,
     leave_signals_to_the_run,
 )
@@ -355,7 +355,7 @@ class PackedDataModule(L.LightningDataModule):
         return self.trainer
 
     def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> TimedLoader:
-        return SharedHeapLoader(
+        return ForkingLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
@@ -370,7 +370,7 @@ class PackedDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         if self.num_workers:
-            gc.unfreeze()  # a later run of a sweep must be able to free the objects that SharedHeapLoader froze
+            gc.unfreeze()  # a later run of a sweep must be able to free the objects that ForkingLoader froze
 
     def on_exception(self, exception: BaseException) -> None:
         self.teardown("fit")  # Lightning calls teardown only at the end of a run that succeeds
