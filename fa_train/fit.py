@@ -51,6 +51,8 @@ def fit(
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning cannot tear down loaders that are starting
+            raise error.__context__ from None
         status = status_after_signal(trainer) if trainer.world_size == 1 else 0
         if status and not SHOW_TRACEBACK and not isinstance(error, ValueError):
             # Ctrl-C also ends compilers such as ptxas, because a terminal sends it to all processes of the run.

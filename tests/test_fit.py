@@ -18,8 +18,12 @@ from tests.support.trainers import lit_gpt, quiet_trainer
 
 
 class Batches(L.LightningDataModule):
+    def __init__(self, loader: type[DataLoader] = DataLoader) -> None:
+        super().__init__()
+        self.loader = loader
+
     def train_dataloader(self):
-        return DataLoader(batches(2), batch_size=None)
+        return self.loader(batches(2), batch_size=None)
 
 
 class Ends(Callback):
@@ -77,18 +81,26 @@ def test_an_error_of_the_teardown_does_not_replace_the_error_of_the_run(error, r
         fit(trainer, BoringModel(), BoringDataModule(), None)
 
 
-def test_ctrl_c_before_training_is_no_status_1(tmp_path):
-    """After Ctrl-C, Lightning would end the process with status 1."""
+class Interrupted(Callback):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        raise KeyboardInterrupt
 
-    class Interrupted(Callback):
-        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-            raise KeyboardInterrupt
 
-    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[Interrupted()])
+class InterruptedLoader(DataLoader):
+    def __iter__(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "loader"), [([Interrupted()], DataLoader), ([], InterruptedLoader)], ids=["setup", "loader"]
+)
+def test_ctrl_c_before_training_is_no_status_1(callbacks, loader, tmp_path):
+    """After Ctrl-C, Lightning would end the process with status 1, or fail to tear down the data loader."""
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=callbacks)
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(KeyboardInterrupt):
-            fit(trainer, BoringModel(), Batches(), None)
+            fit(trainer, BoringModel(), Batches(loader), None)
     finally:
         signal.signal(signal.SIGINT, handler)
 
