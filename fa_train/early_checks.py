@@ -182,15 +182,16 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
 
 
 def require_logger(logger: Any) -> None:
-    """Raises: ValueError if trainer.logger is a text or a list with a text.
+    """Raises: ValueError if trainer.logger is or has a text, or is a mapping without `_target_`.
 
-    The key `logger` chooses an option of conf/logger, but trainer.logger does not.
+    The key `logger` chooses an option of conf/logger, but trainer.logger does not. Lightning would take the keys of a
+    mapping for loggers.
     """
     for one in logger if isinstance(logger, list) else [logger]:
-        if isinstance(one, str):
+        if isinstance(one, str) or (isinstance(one, Mapping) and "_target_" not in one):
             raise ValueError(
-                f"trainer.logger must be a config with _target_, a list of them, true, false or null; got {one}. To "
-                "choose an option of conf/logger, set logger, such as logger=csv"
+                "trainer.logger must be a config with _target_, a list of them, true, false or null; got "
+                f"{shown(one)}. To choose an option of conf/logger, set logger, such as logger=csv"
             )
 
 

@@ -44,6 +44,10 @@ SHARDED = ("strategy=fsdp", "trainer.devices=2")
             "log_model must be false with strategy=fsdp, whose checkpoints are folders; got all", id="upload",
         ),
         pytest.param(["trainer.logger=csv"], "trainer.logger must be a .*; got csv.*, such as logger=csv", id="logger"),
+        pytest.param(
+            ["trainer.logger={mine: {_target_: lightning.pytorch.loggers.CSVLogger, save_dir: logs}}"],
+            'trainer.logger must be a .*, a list of them, .*; got {"mine": ', id="mapping-of-loggers",
+        ),
         pytest.param(["optimizer=adamw_bf16"], "needs trainer.precision=bf16-true; got 32-true", id="bf16-weights"),
         pytest.param(["lit_gpt.float8=tensorwise"], "lit_gpt.float8 needs lit_gpt.compile_model=true", id="float8"),
     ],
