@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
@@ -130,9 +131,10 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     if missing := [name for name in ("vocab_size", "accumulation") if name not in dir(data)]:
         raise ValueError(f"data must be a PackedDataModule; got a {type(data).__name__}, which has no {missing[0]}")
     given: dict[str, Any] = {"callbacks": callbacks, "plugins": [CheckpointFiles()]}
-    saves = any(isinstance(callback, CheckpointCallback) for callback in callbacks)
-    if not saves and cfg.trainer.get("enable_checkpointing") is None:
-        given["enable_checkpointing"] = False  # otherwise, Lightning would add its own checkpoint callback
+    # otherwise, Lightning would add its own checkpoint callback or progress bar
+    for key, kind in (("enable_checkpointing", CheckpointCallback), ("enable_progress_bar", ProgressBar)):
+        if cfg.trainer.get(key) is None and not any(isinstance(callback, kind) for callback in callbacks):
+            given[key] = False
     trainer = instantiate(cfg.trainer, **given)
     if trainer.world_size == 1:
         # Lightning has read RANK, which a cluster may also set for runs of one process; rank 1 would log nothing

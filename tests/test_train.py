@@ -73,6 +73,14 @@ def test_a_run_without_checkpoint_callback_saves_no_checkpoints(enabled, tmp_pat
     assert isinstance(trainer.checkpoint_callback, ModelCheckpoint if enabled else NoneType)
 
 
+@pytest.mark.parametrize("enabled", [[], ["+trainer.enable_progress_bar=true"]], ids=["default", "lightnings"])
+def test_a_run_without_progress_callback_shows_no_bar(enabled, tmp_path):
+    """Lightning's bar would show 16/8 after 8 steps of 2 micro-batches."""
+    with composed(tmp_path / "run", *tiny(tmp_path, "callbacks.progress=null", *enabled)) as cfg:
+        trainer, _, _ = training.build(cfg)
+    assert (trainer.progress_bar_callback is not None) == bool(enabled)
+
+
 def test_a_callback_gets_a_dict_of_python(tmp_path):
     timer = ["+callbacks.mine._target_=lightning.pytorch.callbacks.Timer", "+callbacks.mine.duration={minutes: 2}"]
     with composed(tmp_path / "run", *tiny(tmp_path), *timer) as cfg:
