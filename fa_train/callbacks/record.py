@@ -75,12 +75,15 @@ class Record(Callback):
     def _write(self, trainer: L.Trainer) -> None:
         """Writes result.json, or prints an error if the file cannot be written. Omits NaN and infinity.
 
+        A run that has measured nothing keeps the result.json of an earlier run in the same folder.
         The error is only printed, because an exception would change the status of a finished run. In a failed run, an
         exception from this function would prevent the checkpoint callback from saving.
         """
         if trainer.is_global_zero:
             values = {name: value for name, value in monitor_of(trainer).summary().items() if math.isfinite(value)}
             path = Path(trainer.default_root_dir, "result.json")
+            if not values and path.exists():
+                return
             partial = path.with_name("result.json.partial")
             try:
                 partial.write_text(json.dumps(values, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """Tests what a run prints and uploads at its end."""
 
 import csv
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,15 @@ def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
     Record()._write(trainer)
     assert "result.json was not written" in trainer.print.call_args.args[0]
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]  # of the earlier run
+
+
+def test_a_run_that_has_measured_nothing_keeps_an_earlier_result(tmp_path, monkeypatch):
+    trainer, results = Mock(is_global_zero=True, default_root_dir=str(tmp_path)), []
+    for measured in ({}, {"train/loss": 1.0}, {}):
+        monkeypatch.setattr(record, "monitor_of", lambda _, measured=measured: Mock(summary=lambda: measured))
+        Record()._write(trainer)
+        results.append(json.loads((tmp_path / "result.json").read_text()))
+    assert results == [{}, {"train/loss": 1.0}, {"train/loss": 1.0}]
 
 
 @pytest.mark.slow
