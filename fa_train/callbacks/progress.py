@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from fa_train.callbacks.monitor import monitor_of
 
@@ -23,12 +24,13 @@ class StepProgress(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
+        whole = Column(no_wrap=True)  # in a narrow terminal, only the bar and the metrics get narrower
         self._bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(table_column=whole),
+            TimeElapsedColumn(table_column=whole),
+            TimeRemainingColumn(table_column=whole),
+            TextColumn("{task.description}", table_column=Column()),
             console=Console(),
         )
         self.enable()
