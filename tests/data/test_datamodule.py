@@ -3,10 +3,7 @@
 import gc
 import json
 import multiprocessing
-import os
 import re
-import signal
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fa_train.data.batches import MicroBatches, PackedRows, leave_signals_to_the_run
+from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.datamodule import hf_data, sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX, fingerprint
-from fa_train.parallel.failures import STOPPING
 from tests.data.support.chats import CHATML, PAIR, PLAIN, chat_tokenizer, many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
 from tests.data.support.numbered import OPTIONS, Numbered
@@ -184,76 +180,6 @@ def test_data_workers_are_forked_whatever_the_default(tmp_path):
     finally:
         multiprocessing.set_start_method(None, force=True)
     assert gc.get_freeze_count() == 0  # after a run, no object is excluded from garbage collection
-
-
-def private_mib():
-    """Returns the size of this process's private modified memory in MiB."""
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    return int(rollup.partition("\nPrivate_Dirty:")[2].split()[0]) / 2**10
-
-
-def copied_by_a_collection():
-    before = private_mib()
-    gc.collect()
-    return private_mib() - before
-
-
-class CollectsAtTheEnd:
-    """A dataset of four items. Reading the last item runs a garbage collection in the worker process, and returns by
-    how many MiB the private memory of the process has grown.
-    """
-
-    def __getitem__(self, index):
-        return copied_by_a_collection() if index == 3 else None
-
-
-@pytest.mark.slow
-def test_a_garbage_collection_copies_no_memory_that_workers_share():
-    data = make(num_workers=1)
-    data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
-    heap = [[number] for number in range(400_000)]  # about 35 MiB
-    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # starts the worker process with a fork
-    try:
-        assert copied_by_a_collection() < 5
-        assert [*worker][3] < 5
-    finally:
-        data.teardown("fit")
-    assert gc.get_freeze_count() == 0 and len(heap) == 400_000
-
-
-class Signals:
-    """A dataset. An item has the worker's PID and the signals that were blocked before worker_init_fn."""
-
-    blocked: set[int] | None = None
-
-    def start(self, worker_id):
-        self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        leave_signals_to_the_run(worker_id)
-
-    def __getitem__(self, index):
-        return os.getpid(), self.blocked
-
-
-@pytest.mark.slow
-def test_only_the_parent_process_ends_a_data_worker_with_sigterm():
-    """SLURM sends SIGTERM to all processes of a run, and a run then still needs micro-batches until it has saved."""
-    data, signals = make(num_workers=1), Signals()
-    data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
-    try:
-        loader = data._loader(signals, range(8))
-        assert loader.worker_init_fn is leave_signals_to_the_run
-        loader.worker_init_fn = signals.start
-        items = iter(loader)
-        worker, blocked = next(items)
-        assert blocked == {*STOPPING} and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        subprocess.run(["kill", "-TERM", str(worker)], check=True)
-        assert {found for found, _ in items} == {worker}
-        [process] = multiprocessing.active_children()
-        process.terminate()
-        process.join(10)
-        assert process.exitcode == 0
-    finally:
-        data.teardown("fit")
 
 
 class RecordsFrozen(Recorder):
