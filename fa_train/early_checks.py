@@ -182,10 +182,10 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
 
 
 def require_logger(logger: Any) -> None:
-    """Raises: ValueError if trainer.logger is or has a text, or is a mapping without `_target_`.
+    """Raises: ValueError if trainer.logger, or an item of its list, is a text or a mapping without `_target_`.
 
-    The key `logger` chooses an option of conf/logger, but trainer.logger does not. Lightning would take the keys of a
-    mapping for loggers.
+    The key `logger` chooses an option of conf/logger, but trainer.logger does not. Lightning would use the keys of a
+    mapping as loggers.
     """
     for one in logger if isinstance(logger, list) else [logger]:
         if isinstance(one, str) or (isinstance(one, Mapping) and "_target_" not in one):

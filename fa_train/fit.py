@@ -51,7 +51,7 @@ def fit(
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
     except Exception as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning cannot tear down loaders that are starting
+        if isinstance(error.__context__, KeyboardInterrupt):  # from Ctrl-C; Lightning's teardown then failed
             raise error.__context__ from None
         status = status_after_signal(trainer) if trainer.world_size == 1 else 0
         if status and not SHOW_TRACEBACK and not isinstance(error, ValueError):

@@ -131,7 +131,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     if missing := [name for name in ("vocab_size", "accumulation") if name not in dir(data)]:
         raise ValueError(f"data must be a PackedDataModule; got a {type(data).__name__}, which has no {missing[0]}")
     given: dict[str, Any] = {"callbacks": callbacks, "plugins": [CheckpointFiles()]}
-    # otherwise, Lightning would add its own checkpoint callback or progress bar
+    # without such a callback, Lightning would add its own
     for key, kind in (("enable_checkpointing", CheckpointCallback), ("enable_progress_bar", ProgressBar)):
         if cfg.trainer.get(key) is None and not any(isinstance(callback, kind) for callback in callbacks):
             given[key] = False

@@ -89,10 +89,10 @@ class GracefulInterrupt(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Ends this rank if another rank has ended, because this rank's GPU would wait forever for the other rank.
 
-        Before the end, a checkpoint that is being written can be finished.
+        First waits until a checkpoint that is being written is complete, but at most 30 seconds.
         """
         if trainer.world_size > 1 and kind_of(exception) == "lost connection":
-            if isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning would call it after this method
+            if isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning would call it too late
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends SIGTERM to the remaining ranks
                 trainer.checkpoint_callback.on_exception(trainer, pl_module, exception)
             for logger in trainer.loggers:

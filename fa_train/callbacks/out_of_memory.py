@@ -18,6 +18,7 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])iB")  # in the message of torch.OutOfMemoryError
 IN_GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
+OF_GPU = re.compile("cuda|cublas|nccl", re.IGNORECASE)  # errors that say that host memory ran out do not match
 # parts of the messages of RuntimeErrors that say that memory ran out
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
@@ -38,20 +39,20 @@ class OutOfMemory(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not is_out_of_memory(exception):
             return
-        monitor_of(trainer).latest |= memory(pl_module.device) | {"oom": 1}
+        device, used = pl_module.device, memory(pl_module.device)
+        monitor_of(trainer).latest |= used | {"oom": 1}
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
-        device = pl_module.device
-        used = memory(device)
+        message = f"{exception} {exception.__cause__}"
         usage, needed = f"peak use {used['perf/peak_gib']:.1f} GiB", used.get("perf/reserved_gib", 0.0)
-        if requested := REQUESTED.search(str(exception)):
+        if requested := REQUESTED.search(message):
             usage += f"; the failed allocation needed {requested[1]} {requested[2]}iB"
             needed += float(requested[1]) * IN_GIB[requested[2]]
-        limit = f"the device has ({usage})"
+        limit, total = f"the device has ({usage})", device_bytes(device)
         if others := bytes_of_others(device):
             limit = f"is free ({usage}; other processes use {others / GIB:.1f} GiB of the device)"
-        elif device.type == "cuda" and needed * GIB + OUTSIDE_TORCH < (total := device_bytes(device)):
-            limit = f"was free ({usage}; the device has {total / GIB:.1f} GiB, so other processes used the rest)"
+        elif OF_GPU.search(message) and needed * GIB + OUTSIDE_TORCH < total:
+            limit = f"was free ({usage}; other processes used most of the device's {total / GIB:.1f} GiB)"
         self.advised = (
             f"out of memory: {self._settings} needs more memory than {limit}. Try {self._changes(trainer, device)}"
         )

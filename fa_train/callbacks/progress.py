@@ -24,7 +24,7 @@ class StepProgress(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        whole = Column(no_wrap=True)  # in a narrow terminal, only the bar and the metrics get narrower
+        whole = Column(no_wrap=True)  # in a narrow terminal, only the metrics wrap, and the bar gets shorter
         self._bar = Progress(
             BarColumn(bar_width=20),
             MofNCompleteColumn(table_column=whole),

@@ -75,7 +75,8 @@ class Record(Callback):
     def _write(self, trainer: L.Trainer) -> None:
         """Writes result.json, or prints an error if the file cannot be written. Omits NaN and infinity.
 
-        A run that has measured nothing keeps the result.json of an earlier run in the same folder.
+        If this run has measured nothing, the result.json of an earlier run in the same folder is kept.
+
         The error is only printed, because an exception would change the status of a finished run. In a failed run, an
         exception from this function would prevent the checkpoint callback from saving.
         """

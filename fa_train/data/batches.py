@@ -230,13 +230,13 @@ class RangeSampler(DistributedSampler[int]):
 
 
 class ForkingLoader(TimedLoader):
-    """A TimedLoader that forks its workers, so that they share the memory of the training process.
+    """A TimedLoader whose forked workers share the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
     visits. Without this class, one full garbage collection in a worker would copy most of the shared pages.
     After `gc.freeze`, the garbage collector ignores all objects that existed when the workers were forked. Call
     `gc.unfreeze` when the run ends.
-    The workers ignore the signals that end a run. worker_init_fn must be `leave_signals_to_the_run`.
+    multiprocessing_context must be "fork", and worker_init_fn must be `leave_signals_to_the_run`.
     """
 
     _has_workers = False
@@ -246,7 +246,7 @@ class ForkingLoader(TimedLoader):
             gc.collect()  # without gc.collect, gc.freeze would keep existing garbage until the end of the run
             gc.freeze()
             self._has_workers = self.persistent_workers
-        # All threads of a worker inherit this mask. Without it, a signal before worker_init_fn would end the worker.
+        # Workers start with these signals blocked. Otherwise, a signal before worker_init_fn would end a worker.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         try:
             return super().__iter__()
@@ -258,8 +258,9 @@ def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C, SIGUSR1, SIGHUP and SLURM's SIGTERM, which reach every process of a run.
 
     After a signal, data workers must still provide micro-batches, because a run of several ranks may process more
-    micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker: a process
-    also receives an ignored signal with sigwaitinfo if its main thread blocks this signal.
+    micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker.
+    ForkingLoader blocks SIGTERM in all threads of the worker. In Linux, sigwaitinfo receives a blocked signal even if
+    the process ignores it.
     """
     for signum in STOPPING:
         signal.signal(signum, signal.SIG_IGN)

@@ -228,14 +228,11 @@ def _require_supported(
 
 
 def _dropout_field(module: nn.Module, dropout: float) -> str:
-    """Returns the name of the config's field that holds `dropout`, such as attn_pdrop in GPT-2.
-
-    If no field is found, the result is the most common name, attention_dropout.
-    """
+    """Returns the name of the config's field that holds `dropout`, such as attn_pdrop in GPT-2."""
     for name, value in _fields_of_config(module).items():
         if "att" in name and "drop" in name and value == dropout:
             return name
-    return "attention_dropout"
+    return "attention dropout"
 
 
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:

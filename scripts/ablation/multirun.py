@@ -46,8 +46,8 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     """Runs train(cfg) in a new process for at most `timeout` seconds.
 
     Returns the measured values by name. A job is skipped if the multirun's folder already has the job's result, or if a
-    job with the same attention and a smaller seq_len ran out of memory. Ends the program on a signal that ends a run,
-    such as Ctrl-C, or if the jobs differ in more than attention and seq_len.
+    job with the same attention and a smaller seq_len ran out of memory. Ctrl-C and the other signals that end a run end
+    the program. The program also ends if the jobs differ in more than attention and seq_len.
     """
     require_one_document(cfg)
     folder = Path(HydraConfig.get().sweep.dir).resolve() / "jobs"
@@ -69,8 +69,9 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
 
 
 def stop(folder: Path, signum: int, frame: Any) -> NoReturn:
-    """A signal handler that ends the program, and thereby the process of the running job."""
-    print(f"stopped; run the same command with hydra.sweep.dir={folder} to continue", file=sys.stderr)
+    """A signal handler that ends the program. `call_apart` then kills the running job."""
+    line = f"stopped; run the same command with hydra.sweep.dir={folder} to continue\n"
+    os.write(2, line.encode())  # print is not safe in a signal handler
     sys.exit(128 + signum)
 
 

@@ -94,6 +94,6 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
 
 
 def _end_with(program: BaseProcess) -> None:
-    """Ends this process when the program that called call_apart has ended, for example through SIGKILL."""
+    """Kills this process as soon as the program that called call_apart has ended, for example after SIGKILL."""
     program.join()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -56,9 +56,15 @@ TORCH = "CUDA out of memory. Tried to allocate 512.00 GiB. GPU 0 has a total cap
         ),
         pytest.param(
             GPU, "flash", "auto", 8, 0, TORCH.replace("512", "1"),
-            "was free (peak use 7.5 GiB; the failed allocation needed 1.00 GiB; the device has 80.0 GiB, so other "
-            "processes used the rest). Try data.micro",
+            "was free (peak use 7.5 GiB; the failed allocation needed 1.00 GiB; other processes used most of the "
+            "device's 80.0 GiB). Try data.micro",
             id="gpu-was-shared",
+        ),
+        pytest.param(
+            GPU, "flash", "auto", 8, 0, "NCCL error: Cuda failure 'out of memory'", "was free (peak", id="shared-nccl"
+        ),
+        pytest.param(
+            GPU, "flash", "auto", 8, 0, "DefaultCPUAllocator: can't allocate memory", "the device has (peak", id="host"
         ),
     ],
 )  # fmt: skip

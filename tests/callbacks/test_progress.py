@@ -6,7 +6,7 @@ from fa_train.callbacks.progress import StepProgress
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])
-def test_a_bar_shows_steps_times_and_all_metrics_in_every_width(columns, monkeypatch):
+def test_a_bar_shows_steps_times_and_all_metrics_in_terminals_of_each_width(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     metrics = "loss 2.7307  val 2.8941 (step 90)  3,344 tokens/s  mfu 45.0%  peak 70.84 GiB  host 10.8 GiB"
     progress = StepProgress()

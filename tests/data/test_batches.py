@@ -19,7 +19,7 @@ from tests.data.support.numbered import OPTIONS
 
 @pytest.fixture
 def data():
-    """Returns a data module with one data worker."""
+    """A data module with one data worker."""
     module = synthetic_data(**OPTIONS | dict(vocab_size=50, document_len=10, length_sigma=0, num_workers=1))
     module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     yield module
@@ -60,7 +60,7 @@ def test_a_garbage_collection_copies_no_memory_that_workers_share(data):
 
 
 class Signals:
-    """A dataset. An item has the worker's PID and the signals that were blocked before worker_init_fn."""
+    """A dataset. An item has the worker's PID and the signals that were blocked when worker_init_fn began."""
 
     blocked: set[int] | None = None
 

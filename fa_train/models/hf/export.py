@@ -135,8 +135,8 @@ def write(
     config.json names, if that dtype is a key of DTYPES. In all other cases, the weights are written in the dtype that
     they had in training.
     adapter: whether to write only the unmerged adapter, in fp32.
-    Raises: ValueError if `folder` has a README.md, which the model card would replace. ValueError if `adapter` is True
-    and `dtype` is set, the model has no adapter, or its base model has random weights.
+    Raises: ValueError if `folder` has a README.md, which the model card would replace. With adapter=True,
+    ValueError if `dtype` is set, if the model has no adapter, or if its base model has random weights.
     """
     card = folder / "README.md"
     if card.exists():
@@ -145,8 +145,8 @@ def write(
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
     if adapter and any(adapted(model)) and model.origin is None:
         raise ValueError(
-            "--adapter needs a run with model.pretrained, because peft loads the base model; the base of this run has "
-            "random weights. Without --adapter, the export is the whole model"
+            "--adapter needs a run with model.pretrained, because peft loads the base model; got a base model with "
+            "random weights. Without --adapter, the whole model is exported"
         )
     model.config = _with_context_length(model.config, config["seq_len"])
     loaded = tokenizer_of(config)

@@ -197,7 +197,8 @@ def flash_attn_varlen_func(
         k, v = _from_pages(k, v, block_table, cu_seqlens_k, max_seqlen_k)
     if may_read(cu_seqlens_q):
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
-        _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+        if not paged:  # _from_pages checks documents in pages
+            _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     _require_offered(dropout_p, out_dtype)
     alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
     features = _features(q, k, v, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))

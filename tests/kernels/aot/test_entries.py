@@ -97,8 +97,9 @@ def test_compiling_again_gives_the_recorded_reports(sources):
     reports = entries.compile_entries([*COMPILED_AGAIN], sources)
     assert {case.partition("-")[0] for case in reports} == {*entries.GPUS}
     assert not [problem for case, report in reports.items() for problem in problems(case, report)]
-    if (file := entries.record_file()) in RECORDS:  # torch can bring a version of Triton that has no record yet
-        assert reports == {case: entries.read(file)[case] for case in reports}
+    if (file := entries.record_file()) not in RECORDS:  # torch can bring a version of Triton that has no record yet
+        pytest.skip(f"{file.name} does not exist; `make aot-reports` makes it")
+    assert reports == {case: entries.read(file)[case] for case in reports}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from fa_train.parallel.failures import STOPPING
+from fa_train.parallel.failures import signals_to_handle
 from fa_train.training import train
 from scripts.ablation import multirun
 from scripts.ablation.multirun import Report, measured_apart, require_one_document, run_job
@@ -212,14 +212,17 @@ def test_an_error_in_the_report_ends_the_program_with_1(job, tmp_path, monkeypat
 
 
 def test_each_signal_that_ends_a_run_ends_an_ablation(job):
+    expected = set(signals_to_handle())
     job(0, "naive", 64, "ok")
-    assert {call.args[0] for call in signal.signal.call_args_list} == set(STOPPING)
+    assert {call.args[0] for call in signal.signal.call_args_list} == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("send", [os.killpg, os.kill])
-def test_a_signal_keeps_what_is_finished_and_the_same_command_continues(tmp_path, send):
-    signum = signal.SIGINT if send is os.killpg else signal.SIGTERM  # Ctrl-C in a terminal signals the process group
+@pytest.mark.parametrize(
+    ("send", "signum"),
+    [pytest.param(os.killpg, signal.SIGINT, id="terminal"), pytest.param(os.kill, signal.SIGTERM, id="kill")],
+)
+def test_a_signal_keeps_what_is_finished_and_the_same_command_continues(tmp_path, send, signum):
     arguments = ["-m", *ablation(tmp_path, "attention=naive,chunked,sdpa", "seq_len=32", "max_steps=300")]
     folder, out, errors = (tmp_path / name for name in ("sweep/jobs", "out", "errors"))
     out.touch()
