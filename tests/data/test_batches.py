@@ -60,7 +60,9 @@ def test_a_garbage_collection_copies_no_memory_that_workers_share(data):
 
 
 class Signals:
-    """A dataset. An item has the worker's PID and the signals that were blocked when worker_init_fn began."""
+    """A dataset. An item has the worker's PID, the signals that were blocked when worker_init_fn began, and the signals
+    that the worker ignores.
+    """
 
     blocked: set[int] | None = None
 
@@ -69,7 +71,7 @@ class Signals:
         leave_signals_to_the_run(worker_id)
 
     def __getitem__(self, index):
-        return os.getpid(), self.blocked
+        return os.getpid(), self.blocked, {x for x in STOPPING if signal.getsignal(x) == signal.SIG_IGN}
 
 
 @pytest.mark.slow
@@ -80,10 +82,10 @@ def test_only_the_parent_process_ends_a_data_worker_with_sigterm(data):
     assert loader.worker_init_fn is leave_signals_to_the_run
     loader.worker_init_fn = signals.start
     items = iter(loader)
-    worker, blocked = next(items)
-    assert blocked == {*STOPPING} and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    worker, blocked, ignored = next(items)
+    assert blocked == ignored == {*STOPPING} and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     subprocess.run(["kill", "-TERM", str(worker)], check=True)
-    assert {found for found, _ in items} == {worker}
+    assert {found for found, *_ in items} == {worker}
     [process] = multiprocessing.active_children()
     process.terminate()
     process.join(10)

@@ -294,7 +294,7 @@ def require_finite(model: GPT, dtype: torch.dtype | None) -> None:
 def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """Writes the weights in files of at most shard_bytes bytes, and an index if there is more than one file.
 
-    A tensor of more bytes has a file of its own.
+    A tensor that is larger than shard_bytes is written to a separate file.
     """
     places = places_of(model, layout)
     parameters = dict(model.named_parameters())

@@ -205,7 +205,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch, path)
         pytest.param("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 has the byte 0xe9", id="jsonl"),
         pytest.param("a.csv", b"id,text\n1,a\n2,\xe9\n", "a.csv, line 3 has the byte 0xe9", id="csv"),
         pytest.param("a.csv", b'id,text\n1,"a\nb\xe9"\n', "a.csv, line 3 has the byte 0xe9", id="in-lines-of-a-value"),
-        pytest.param("a.csv", b'text\na"\xe9"\n', "a.csv, line 2 has the byte 0xe9", id="beside-a-quote"),
+        pytest.param("a.csv", b'text\na"\xe9"\n', "a.csv, line 2 has the byte 0xe9", id="next-to-a-quote"),
         pytest.param("a.csv", b"t\xe9xt\na\n", "a.csv, line 1 has the byte 0xe9", id="names-of-csv"),
         pytest.param("a.csv", "text\na\n".encode("utf-16"), "a.csv, line 1 has the byte 0xff", id="utf16.csv"),
     ],
