@@ -30,7 +30,9 @@ def main() -> None:
         "--dtype", choices=get_args(Dtype), help="dtype of the weights; default: the base model's, or that of training"
     )
     parser.add_argument(
-        "--adapter", action="store_true", help="write only the LoRA adapter, for peft; needs model.pretrained"
+        "--adapter",
+        action="store_true",
+        help="write only the LoRA adapter, for peft; the run must have used model.pretrained",
     )
     parser.add_argument(
         "overrides", nargs="*", help="overrides of the run's config, such as model.pretrained=moved/folder"

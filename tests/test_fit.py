@@ -95,7 +95,10 @@ class InterruptedLoader(DataLoader):
     ("callbacks", "loader"), [([Interrupted()], DataLoader), ([], InterruptedLoader)], ids=["setup", "loader"]
 )
 def test_ctrl_c_before_training_is_no_status_1(callbacks, loader, tmp_path):
-    """After Ctrl-C, Lightning would exit with status 1. While the data loader starts, its teardown would also fail."""
+    """After Ctrl-C, Lightning would exit with status 1.
+
+    If the data loader is still starting, Lightning's teardown raises an error instead.
+    """
     trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=callbacks)
     handler = signal.getsignal(signal.SIGINT)
     try:

@@ -18,7 +18,7 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])iB")  # in the message of torch.OutOfMemoryError
 IN_GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
-OF_GPU = re.compile("cuda|cublas|nccl", re.IGNORECASE)  # errors that say that host memory ran out do not match
+OF_GPU = re.compile("cuda|cublas|nccl", re.IGNORECASE)  # errors of the GPU, but not those of the CPU allocator
 # parts of the messages of RuntimeErrors that say that memory ran out
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
@@ -52,7 +52,7 @@ class OutOfMemory(Callback):
         if others := bytes_of_others(device):
             limit = f"is free ({usage}; other processes use {others / GIB:.1f} GiB of the device)"
         elif OF_GPU.search(message) and needed * GIB + OUTSIDE_TORCH < total:
-            limit = f"was free ({usage}; other processes used most of the device's {total / GIB:.1f} GiB)"
+            limit = f"was free ({usage}; the device has {total / GIB:.1f} GiB; other processes probably used the rest)"
         self.advised = (
             f"out of memory: {self._settings} needs more memory than {limit}. Try {self._changes(trainer, device)}"
         )

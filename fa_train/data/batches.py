@@ -259,8 +259,8 @@ def leave_signals_to_the_run(worker_id: int) -> None:
 
     After a signal, data workers must still provide micro-batches, because a run of several ranks may process more
     micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker.
-    ForkingLoader blocks SIGTERM in all threads of the worker. In Linux, sigwaitinfo receives a blocked signal even if
-    the process ignores it.
+    A thread waits for SIGTERM with sigwaitinfo, and ends the worker if the parent process sent it. ForkingLoader blocks
+    SIGTERM, because in Linux, sigwaitinfo receives an ignored signal only if it is blocked.
     """
     for signum in STOPPING:
         signal.signal(signum, signal.SIG_IGN)

@@ -228,7 +228,10 @@ def _require_supported(
 
 
 def _dropout_field(module: nn.Module, dropout: float) -> str:
-    """Returns the name of the config's field that holds `dropout`, such as attn_pdrop in GPT-2."""
+    """Returns the name of the config's field that holds `dropout`, such as attn_pdrop in GPT-2.
+
+    If no field is found, the result is "attention dropout".
+    """
     for name, value in _fields_of_config(module).items():
         if "att" in name and "drop" in name and value == dropout:
             return name

@@ -39,8 +39,9 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. Reading the last item runs a garbage collection in the worker process, and returns by
-    how many MiB the private memory of the process has grown.
+    """A dataset of four items. Reading the last item runs a garbage collection in the worker process.
+
+    The last item is the growth of the process's private memory in MiB.
     """
 
     def __getitem__(self, index):
