@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 Package = Literal["datasets", "lightning", "liger-kernel", "torch", "torchao", "transformers"]
 TESTED: dict[Package, str] = {
-    "datasets": "5.2.0", "lightning": "2.6.6", "liger-kernel": "0.8.5", "torch": "2.14.1", "torchao": "0.18.0",
+    "datasets": "5.2.0", "lightning": "2.6.6", "liger-kernel": "0.8.5", "torch": "2.15.0", "torchao": "0.18.0",
     "transformers": "5.24.0",
 }  # fmt: skip
 

@@ -51,6 +51,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Lets Python free all objects at exit, because Triton 3.9 prints a warning about its objects that are left."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files of mostly slow tests start first, because a long file that starts last leaves other workers idle.
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

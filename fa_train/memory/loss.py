@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_kernels.options import OPTIONS
 from fa_train.bounds import Fraction, NonNegativeFloat, PositiveInt
 from fa_train.models.autocast import compute_dtype
 from fa_train.private_names import require_parameters
@@ -219,7 +220,7 @@ def _liger_cross_entropy(
     )
     require_parameters("liger-kernel", "liger_cross_entropy_kernel", liger_cross_entropy_kernel.arg_names, arguments)
     with torch.cuda.device_of(logits):  # Triton launches kernels on the current device
-        liger_cross_entropy_kernel[(n_tokens,)](**arguments, num_warps=32)
+        liger_cross_entropy_kernel[(n_tokens,)](**arguments, num_warps=32, **OPTIONS)
     return losses, logits
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 Result = TypeVar("Result")
 # one context for the forward pass, and one for recomputation
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+# From torch 2.15 on, `checkpoint` warns if this argument is not given and a block's saved tensors are offloaded. False
+# keeps on the GPU what a checkpointing policy keeps, as in older versions.
+_HOOKS = {"respect_saved_tensors_hooks": False}
+if not _HOOKS.keys() <= signature(checkpoint).parameters.keys():
+    _HOOKS = {}
 
 
 def recomputed(
@@ -26,12 +32,16 @@ def recomputed(
     contexts: the `context_fn` of torch.utils.checkpoint.checkpoint.
     """
     result: Result
+    options = {}
     if not torch.compiler.is_compiling():
         contexts = partial(_with_default_dtype, contexts, torch.get_default_dtype())
+        options = _HOOKS
     if contexts is noop_context_fn:  # torch.compile treats any context_fn as a checkpointing policy
         result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     else:
-        result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        result = checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **options
+        )
     return result
 
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.options import OPTIONS
+
 UNITS = ("swiglu", "geglu")
 BLOCK = 1024  # columns per program; in 16-bit dtypes, a thread loads 16 bytes of each operand
 
@@ -90,7 +92,7 @@ def glu(projected: Tensor, unit: str) -> Tensor:
         return _forward_plainly(projected, unit)
     activated = projected.new_empty(rows, ffn_dim)
     with torch.cuda.device_of(projected):  # Triton launches kernels on the current device
-        _forward_kernel[_grid(rows, ffn_dim)](projected, activated, ffn_dim, unit == "geglu", BLOCK)
+        _forward_kernel[_grid(rows, ffn_dim)](projected, activated, ffn_dim, unit == "geglu", BLOCK, **OPTIONS)
     return activated
 
 
@@ -128,7 +130,9 @@ def _backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor, unit:
     rows, ffn_dim = d_activated.shape
     if projected.is_cuda:
         with torch.cuda.device_of(projected):  # Triton launches kernels on the current device
-            _backward_kernel[_grid(rows, ffn_dim)](projected, d_activated, d_projected, ffn_dim, unit == "geglu", BLOCK)
+            _backward_kernel[_grid(rows, ffn_dim)](
+                projected, d_activated, d_projected, ffn_dim, unit == "geglu", BLOCK, **OPTIONS
+            )
     else:
         _backward_plainly(projected, d_activated, d_projected, unit)
 

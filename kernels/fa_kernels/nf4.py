@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.options import OPTIONS
+
 BLOCK = 1024  # bytes per program; each byte holds the codes of two elements
 
 
@@ -62,5 +64,5 @@ def dequantize(
     sizes = {"BYTES_PER_SCALE": n_bytes // n_scales, "SCALES_PER_FACTOR": n_scales // n_factors}
     tensors = [tensor.contiguous() for tensor in (codes, scalers, factors, mean, table)]
     with torch.cuda.device_of(codes):  # Triton launches kernels on the current device
-        _dequantize_kernel[(triton.cdiv(n_bytes, BLOCK),)](*tensors, weight, n_bytes, **sizes, BLOCK=BLOCK)
+        _dequantize_kernel[(triton.cdiv(n_bytes, BLOCK),)](*tensors, weight, n_bytes, **sizes, BLOCK=BLOCK, **OPTIONS)
     return weight

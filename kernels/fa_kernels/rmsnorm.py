@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_kernels.device import multiprocessors
+from fa_kernels.options import OPTIONS
 
 ELEMENTS_PER_WARP = 1024  # number of a row's elements that each warp processes; each thread processes 32
 PROGRAMS_PER_SM = 12  # backward programs per SM; each program sums the gradient of the weight over its rows
@@ -162,7 +163,8 @@ def _forward_by_kernel(
     if rows:
         with torch.cuda.device_of(x):  # Triton launches kernels on the current device
             _add_norm_kernel[(rows,)](
-                x.contiguous(), added.contiguous(), weight.contiguous(), summed, y, rstd, eps, DIM=dim, **_block(dim)
+                x.contiguous(), added.contiguous(), weight.contiguous(), summed, y, rstd, eps, DIM=dim, **_block(dim),
+                **OPTIONS,
             )  # fmt: skip
     return outputs
 
@@ -179,7 +181,7 @@ def _backward_by_kernel(
             _add_norm_backward_kernel[(programs,)](
                 d_sum.contiguous(), dy.contiguous(), x.contiguous(), None if added is None else added.contiguous(),
                 weight.contiguous(), rstd, dx, d_added if d_added.numel() else None, d_weights, rows, DIM=dim,
-                **_block(dim),
+                **_block(dim), **OPTIONS,
             )  # fmt: skip
     return dx, d_added, d_weights.sum(0).to(d_weight.dtype)
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.options import OPTIONS
+
 BLOCK = 4096  # elements per program
 
 
@@ -130,8 +132,9 @@ def _rotate(
     if total:
         with torch.cuda.device_of(y):  # Triton launches kernels on the current device
             _rotate_kernel[(triton.cdiv(total, block_m) * n_heads,)](
-                *_arguments(parts, cos, sin, n_rotated, y), INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m
-            )
+                *_arguments(parts, cos, sin, n_rotated, y),
+                INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m, **OPTIONS,
+            )  # fmt: skip
     return y
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 from fa_kernels.launch.record import ALIGNMENT, launch_unspecialised
+from fa_kernels.options import OPTIONS
 
 ELEMENTS = 4096  # elements per program; in 16-bit dtypes, each of the 128 threads moves 4 x 16 bytes
 MAX_COLS = 1024
@@ -165,7 +166,7 @@ def _launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: An
     """Launches a kernel. If all addresses are aligned, the launch takes less host time than Triton's own launch."""
     with torch.cuda.device_of(arguments[0]):  # Triton launches kernels on the current device
         if any(x.data_ptr() % ALIGNMENT for x in arguments if isinstance(x, Tensor)):
-            kernel[grid](*arguments, **constants)
+            kernel[grid](*arguments, **constants, **OPTIONS)
         else:
             launch_unspecialised(kernel, grid, *arguments, **constants)
 

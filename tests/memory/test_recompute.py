@@ -1,11 +1,13 @@
 """Recomputation uses the same default dtype as the forward pass."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
 from fa_train.memory.checkpointing import block_runner
 from fa_train.memory.recompute import recomputed
@@ -71,3 +73,18 @@ def test_the_default_dtype_is_restored_after_an_error():
     with pytest.raises(RuntimeError, match="recomputed"):
         gradient(lambda _, x: recomputed(fails_when_recomputed, x))
     assert calls == [torch.bfloat16, torch.bfloat16] and torch.get_default_dtype() == torch.float32
+
+
+def test_hooks_for_saved_tensors_do_not_see_what_a_policy_keeps():
+    """From torch 2.15 on, torch warns if `recomputed` does not say whether the hooks should see these tensors."""
+    keeps_sines = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    x, seen = torch.arange(3.0, requires_grad=True), []
+
+    def pack(tensor):
+        seen.append(tensor.detach().clone())
+        return tensor
+
+    with warnings.catch_warnings(action="error"), saved_tensors_hooks(pack, lambda tensor: tensor):
+        recomputed(lambda x: x.sin().exp(), x, contexts=keeps_sines).sum().backward()
+    assert torch.allclose(x.grad, x.detach().sin().exp() * x.detach().cos())
+    assert seen and all(not torch.equal(tensor, x.sin()) for tensor in seen)

@@ -44,6 +44,7 @@ from fa_kernels.launch.triton_launcher import (
     launches_plainly,
     prepared,
 )
+from fa_kernels.options import OPTIONS
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
 MAX_KEYS = 512  # maximum number of keys in `_KEYS`; one more key removes all older keys, because many may be obsolete
@@ -150,7 +151,7 @@ def _repeat_or_run(
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Runs kernel[grid](*arguments, **constants), and adds the launch to the recording in progress, if there is one."""
-    compiled = kernel[grid](*arguments, **constants)
+    compiled = kernel[grid](*arguments, **constants, **OPTIONS)
     if _WATCHED.recorder is not None:
         _WATCHED.recorder.note(kernel, grid, compiled, arguments, constants)
 
@@ -171,7 +172,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
     key = id(kernel), arguments[0].get_device(), *dtypes, *constants.values()
     compiled = _COMPILED.get(key)
     if compiled is None:
-        compiled = kernel[grid](*arguments, **constants)
+        compiled = kernel[grid](*arguments, **constants, **OPTIONS)
         if launches_plainly(kernel):
             _COMPILED[key] = compiled
         return

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1", "3.8.0")  # tested versions; launchers of other versions may differ
+KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")  # tested versions; launchers of other versions may differ
 
 
 def is_known() -> bool:

@@ -139,8 +139,8 @@ def asks_again():
 @pytest.mark.parametrize(
     ("version", "known"),
     [
-        *((version, True) for version in ("3.6.0", "3.7.0", "3.7.1", "3.8.0")),
-        *((version, False) for version in ("3.6.1", "3.7.2", "3.7.0+git1a2b3c4", "3.7.1.dev0", "3.8.1", "3.5.1")),
+        *((version, True) for version in ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")),
+        *((version, False) for version in ("3.6.1", "3.7.2", "3.7.0+git1a2b3c4", "3.7.1.dev0", "3.9.1", "3.5.1")),
     ],
 )
 def test_only_tested_versions_of_triton_are_recorded(version, known, asks_again, monkeypatch):

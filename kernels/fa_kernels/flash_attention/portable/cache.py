@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.options import OPTIONS
+
 APPEND_ROWS = 16  # the number of new tokens that one program appends
 
 
@@ -141,7 +143,7 @@ def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -
         stride_of(cache.table), stride_of(rotary.cos if rotary else None),
         seqlen_new, n_blocks, cache.k.shape[0], cache.k.shape[1], cache.capacity, positions_of(rotary),
         D=head_dim, DV=v_head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_T=APPEND_ROWS, **rotary_switches(rotary),
+        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_T=APPEND_ROWS, **rotary_switches(rotary), **OPTIONS,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from fa_kernels.flash_attention.portable.decode_tile import (
     store_outputs,
 )
 from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
+from fa_kernels.options import OPTIONS
 
 MAX_SPLITS = 128
 MIN_SPLIT = 256  # minimum number of keys per split; with fewer keys, merging costs more time than splitting saves
@@ -179,7 +180,7 @@ def decode_attention(
         GROUP=group,
         D=head_dim, BLOCK_D=padded_width(head_dim), DV=v_head_dim, BLOCK_DV=padded_width(v_head_dim),
         BLOCK_M=tiles.block_m, BLOCK_N=block_n, PRECISION=precision_of(q),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **OPTIONS,
     )  # fmt: skip
     if n_splits > 1:
         _merge_splits(partial, partial_lse, o, lse)
@@ -192,7 +193,7 @@ def _merge_splits(partial: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor) 
     n_rows = lse.numel()
     _merge_kernel[(n_rows,)](
         partial, partial_lse, o, lse, seqlen_q, n_heads, n_rows, n_splits,
-        DV=v_head_dim, BLOCK_D=triton.next_power_of_2(v_head_dim), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16,
+        DV=v_head_dim, BLOCK_D=triton.next_power_of_2(v_head_dim), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16, **OPTIONS,
     )  # fmt: skip
 
 
