@@ -15,6 +15,8 @@ def silence_libraries() -> None:
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # torch 2.13 warns about the enums of torchao 0.18, which Liger imports on a GPU
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # torch 2.15 has a kernel that does not give the option which Triton 3.9 asks for
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION is unset")
     # Lightning 2.6 uses a deprecated function of torch in every run
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     # resuming within an epoch is exact, because the data module starts at the checkpoint's step
