@@ -135,7 +135,9 @@ class BlockBytes:
     def offloaded(self) -> int:
         """Returns how many of a block's saved bytes are offloaded to the host."""
         if not self.levers.offloads_all:
-            return self.x if self.levers.offload else 0
+            # without checkpointing, a norm that converts its input to fp32 saves the converted tensor, and x is freed
+            is_saved = not self.converts or self.levers.checkpointing != "none"
+            return self.x if self.levers.offload and is_saved else 0
         stays = (4 if self.model.extras.post_norms else 2) * self.statistics + self.lse + self.attention_adapters
         stays += self.joined_adapters if self.levers.mlp_chunk else self.ffn_adapters
         if self.model.qk_norm:
@@ -154,8 +156,11 @@ class BlockBytes:
         """Returns the peak bytes in each part of the block's backward, including the forward if it is recomputed."""
         recomputed = {}
         if self.levers.checkpointing != "none":
-            waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
-            waiting += self.norm_input if self.converts and self.ffn_post_norm else 0  # the output's gradient in fp32
+            waiting = self.x  # the gradient of the block's output
+            if self.ffn_post_norm and self.model.norm == "offset_rmsnorm" and self.eager:
+                waiting += self.norm_input  # the gradient of the post-norm's output in fp32
+            elif self.run.mixed:
+                waiting += self.x_rounded
             ffn = self.kept() + self._argument()  # the activations and the last matmul are not recomputed
             if self.model.extras.post_norms:  # the output of the last matmul is the post-norm's input
                 ffn = self._ffn_forward()

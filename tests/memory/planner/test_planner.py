@@ -161,11 +161,12 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
 
-    With SwiGLU and post_norms, the planner counts one tensor that torch 2.11 keeps, but later versions do not keep.
+    With SwiGLU and post_norms, but no checkpointing, the planner counts one tensor that only torch 2.11 keeps.
     """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     kept = kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision)
-    if model.model.extras.post_norms and model.model.activation == "swiglu" and torch.__version__ >= "2.12":
+    is_post_normed_swiglu = model.model.extras.post_norms and model.model.activation == "swiglu"
+    if is_post_normed_swiglu and checkpointing == "none" and torch.__version__ >= "2.12":
         kept += plan.run.tokens * model.model.dim * 2
     assert kept == kept_per_layer(plan)
 

@@ -15,7 +15,7 @@ from tests.memory.support.plans import EVERY_CASE, predicted_peak
 from tests.memory.support.simulated import simulate
 
 # the configurations with the largest errors so far, and some others
-NUMBERS = (13, 27, 30, 87, 96, 151, 175, 252)
+NUMBERS = (13, 27, 30, 65, 87, 134, 151, 156, 175, 252)
 
 
 @pytest.mark.slow
@@ -33,5 +33,7 @@ def test_predictions_are_the_simulated_peaks_of_random_configurations(number):
     in_place = run.accumulates and run.adapters is None
     step = simulate(lambda: build_model(config, vocab_size), run.tokens, run.precision, in_place)
     gradients = sum(trained_sizes(plan)) * run.gradient_bytes if run.accumulates else 0
-    error = predicted_peak(plan) / (gradients + max(step.forward, step.backward)) - 1
+    # autograd adds the two gradients of a tied embedding in place on real tensors, but not on fake tensors
+    sum_of_two = f"aten.add.Tensor [({vocab_size}, {plan.model.dim})]"
+    error = predicted_peak(plan) / (gradients + max(now for now, what in step.timeline if what != sum_of_two)) - 1
     assert -0.04 < error < 0.1
