@@ -15,7 +15,7 @@ def silence_libraries() -> None:
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # torch 2.13 warns about the enums of torchao 0.18, which Liger imports on a GPU
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    # torch 2.15 has a kernel that does not give the option which Triton 3.9 asks for
+    # torch 2.15's own kernel for outer products does not set enable_fp_fusion, so Triton 3.9 warns
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION is unset")
     # Lightning 2.6 uses a deprecated function of torch in every run
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)

@@ -52,7 +52,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    """Lets Python free all objects at exit, because Triton 3.9 prints a warning about its objects that are left."""
+    """Lets Python free the frozen objects at exit. Otherwise, Triton 3.9 warns that its objects were not freed."""
     gc.unfreeze()
 
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 Result = TypeVar("Result")
 # one context for the forward pass, and one for recomputation
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-# From torch 2.15 on, `checkpoint` warns if this argument is not given and a block's saved tensors are offloaded. False
-# keeps on the GPU what a checkpointing policy keeps, as in older versions.
-_HOOKS = {"respect_saved_tensors_hooks": False}
+# From torch 2.15 on, `checkpoint` warns if saved tensors are offloaded, a policy keeps some tensors, and this argument
+# is not given. With False, the kept tensors stay on the GPU, as in older versions.
+_HOOKS: dict[str, Any] = {"respect_saved_tensors_hooks": False}
 if not _HOOKS.keys() <= signature(checkpoint).parameters.keys():
     _HOOKS = {}
 
@@ -32,7 +32,7 @@ def recomputed(
     contexts: the `context_fn` of torch.utils.checkpoint.checkpoint.
     """
     result: Result
-    options = {}
+    options: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
         contexts = partial(_with_default_dtype, contexts, torch.get_default_dtype())
         options = _HOOKS

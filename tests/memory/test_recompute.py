@@ -1,4 +1,4 @@
-"""Recomputation uses the same default dtype as the forward pass."""
+"""Recomputation uses the same default dtype as the forward pass. Hooks do not see what a policy keeps."""
 
 import warnings
 from functools import partial

@@ -48,6 +48,7 @@ class BlockBytes:
         # Compiled code saves attention's output in any case, so attention's post-norm does not save its input.
         of_post_norm = self.norm_input if is_offset and self.eager else self.x_rounded
         self.attention_post_norm = self.ffn_post_norm = 0
+        self.post_norms_convert = model.extras.post_norms and is_offset and self.eager and c != 4  # to fp32
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
@@ -135,7 +136,8 @@ class BlockBytes:
     def offloaded(self) -> int:
         """Returns how many of a block's saved bytes are offloaded to the host."""
         if not self.levers.offloads_all:
-            # without checkpointing, a norm that converts its input to fp32 saves the converted tensor, and x is freed
+            # Without checkpointing, a norm that converts x to fp32 saves its fp32 copy of x. x itself is not saved, and
+            # therefore not offloaded.
             is_saved = not self.converts or self.levers.checkpointing != "none"
             return self.x if self.levers.offload and is_saved else 0
         stays = (4 if self.model.extras.post_norms else 2) * self.statistics + self.lse + self.attention_adapters
@@ -157,7 +159,7 @@ class BlockBytes:
         recomputed = {}
         if self.levers.checkpointing != "none":
             waiting = self.x  # the gradient of the block's output
-            if self.ffn_post_norm and self.model.norm == "offset_rmsnorm" and self.eager:
+            if self.post_norms_convert:
                 waiting += self.norm_input  # the gradient of the post-norm's output in fp32
             elif self.run.mixed:
                 waiting += self.x_rounded
@@ -215,8 +217,9 @@ class BlockBytes:
             peak = held + self.x_rounded + self._chunk_forward()
         else:
             peak = held + max(self.activated(), self.ffn_hidden + self.x_rounded)
-        if self.converts and self.ffn_post_norm:  # the FFN's input and output, and the post-norm's output in fp32
-            peak = max(peak, self.kept() + self.x + self.x_rounded + self.norm_input)
+        if self.post_norms_convert:  # the FFN's output, and the post-norm's output in fp32
+            ffn_input = self.x if self.converts else 0
+            peak = max(peak, self.kept() + ffn_input + self.x_rounded + self.norm_input)
         return peak
 
     def _chunk_forward(self) -> int:

@@ -89,10 +89,12 @@ class _Step:
             # two attention schedules
             self.batch += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
         self.batch += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
+        # the last norm is never compiled, so an OffsetRMSNorm saves its input in fp32
+        is_offset = model.norm == "offset_rmsnorm"
+        self.last_norm_input = run.tokens * model.dim * 4 if is_offset else self.block.x
         # If the embedding is frozen, the first norm has nothing to compute in the backward pass, and saves no input.
-        self.unsaved_input = (
-            self.block.norm_input if run.adapters and run.eager and not self.recomputes and not levers.offload else 0
-        )
+        is_saved = run.adapters is None or not run.eager or self.recomputes or self.block.offloaded() > 0
+        self.unsaved_input = 0 if is_saved else self.block.norm_input
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.in_flight = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
         # the GPU memory that unfinished copies to the host may hold after the last block's forward (offload=all only)
@@ -108,9 +110,9 @@ class _Step:
         # with checkpointing, autocast's copies of weights are freed, because Lightning turns off autocast's cache
         rounded_in_forward = 0 if self.recomputes else n_layers * rounded
         # the input, statistics and output of the last norm, and one gradient
-        last_norm = block.x + block.statistics + 2 * block.x
-        if self.model.norm == "offset_rmsnorm":  # the last norm is never compiled, so it saves its input in fp32
-            last_norm += self.run.tokens * self.model.dim * 4 - block.x
+        last_norm = self.last_norm_input + block.statistics + 2 * block.x
+        # in the last norm's backward, the gradients of the norm's input and output have the dtype of its saved input
+        in_norms_backward = block.statistics + 3 * self.last_norm_input
         forward, in_forward = max(block.forward_peaks().items(), key=_nbytes)
         return [
             Moment(
@@ -138,7 +140,7 @@ class _Step:
                 gradients=self.gradients_before_backward + self.head_shard + sharded.buffer_in_backward(n_layers),
                 rounded_weights=rounded_in_forward,
                 activations=self._activations(n_layers),
-                outside=self.batch + last_norm,
+                outside=self.batch + in_norms_backward,
                 loss=self.head_gradient,
                 working=self.in_flight_at_the_loss,
             ),
@@ -211,7 +213,7 @@ class _Step:
                 gradients=self.gradients_before_backward + sharded.averaged_head(),
                 activations=self._activations(n_layers),
                 # the input and statistics of the last norm, and the gradient of its output
-                outside=self.batch + block.x + block.statistics + block.x,
+                outside=self.batch + self.last_norm_input + block.statistics + block.x,
                 loss=self.head_gradient,
                 working=self.in_flight_at_the_loss,
             ),

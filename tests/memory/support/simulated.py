@@ -82,11 +82,12 @@ class FusedRMSNorm(torch.autograd.Function):
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     """Allocates the tensors that attention's backward kernels allocate.
 
-    The kernels are the portable kernels if q is fp32, and the Hopper kernels for other dtypes.
+    The kernels are the portable kernels if q is fp32, and the Hopper kernels for other dtypes. With head_dim 256, a
+    separate Hopper kernel computes dQ. It needs no fp32 sum.
     """
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
-    dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
+    dq_sum = torch.empty(q.shape if hopper and q.shape[-1] < 256 else 0, dtype=torch.float32)
     dk, dv = torch.empty(k.shape, dtype=k.dtype), torch.empty(v.shape, dtype=v.dtype)
     dq = torch.empty(q.shape, dtype=q.dtype)
     del delta, rows, dq_sum

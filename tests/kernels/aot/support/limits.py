@@ -1,7 +1,7 @@
 """The cases that are compiled without a GPU, and the limits on their registers, spills and shared memory.
 
-A limit is the larger of the values for Triton 3.6 and 3.8, plus a margin. With Triton 3.9, some kernels need more. The
-attention that these kernels compute is not slower on an H200 (scripts/results/torch_2_15_h200_202611.md).
+A limit is the larger of the values for Triton 3.6 and 3.8, plus a margin. With Triton 3.9, some kernels need more
+registers or spill more. scripts/results/torch_2_15_h200_202611.md has the speed of some of these kernels.
 """
 
 from triton import __version__
