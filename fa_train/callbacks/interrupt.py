@@ -92,9 +92,8 @@ class GracefulInterrupt(Callback):
         First waits until a checkpoint that is being written is complete, but at most 30 seconds.
         """
         if trainer.world_size > 1 and kind_of(exception) == "lost connection":
-            if isinstance(
-                trainer.checkpoint_callback, Checkpoint
-            ):  # end_rank ends this process before Lightning calls it
+            # `end_rank` ends this process before Lightning calls the checkpoint callback
+            if isinstance(trainer.checkpoint_callback, Checkpoint):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends SIGTERM to the remaining ranks
                 trainer.checkpoint_callback.on_exception(trainer, pl_module, exception)
             for logger in trainer.loggers:

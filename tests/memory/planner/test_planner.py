@@ -171,6 +171,23 @@ def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     assert kept == kept_per_layer(plan)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            {"precision": "bf16-mixed", "mlp_chunk": 512, "checkpointing": "full", "activation": "gelu"}, id="post-norm"
+        ),
+        pytest.param({"precision": "bf16-true", "offload": True}, id="input-not-offloaded"),
+        pytest.param({"precision": "bf16-true", "ffn_dim": 64, "family": Family()}, id="last-norms-backward"),
+    ],
+)
+def test_what_norms_convert_to_fp32_is_counted(changes):
+    """Gemma's norms compute in fp32. In eager code, they save an fp32 copy of their input."""
+    plan = changed(LLAMA_1B, **{"n_layers": 2, "vocab_size": 1024, "seq_len": 16384} | GEMMA | changes)
+    step = simulate(lambda: build(plan), plan.run.tokens, plan.run.precision, accumulates=False)
+    assert predicted_peak(plan) == pytest.approx(max(step.forward, step.backward), rel=0.01)
+
+
 def test_a_tied_embeddings_gradients_are_added_in_place():
     """`predict` assumes that autograd adds the two gradients of a tied embedding in place.
 
