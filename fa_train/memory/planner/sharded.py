@@ -12,9 +12,9 @@ micro-batch.
 
 After the backward of a group, FSDP2 copies the group's gradients to an averaging buffer, averages the buffer over the
 ranks, and keeps the rank's shard of the average. The averaging buffer lives until the backward pass has also finished
-the next group. When the gradients of a group have been copied to the averaging buffer, FSDP2 frees all of these
-gradients except the last one. A loop variable of FSDP2's foreach_reduce keeps the last gradient alive until the average
-is computed. From torch 2.15 on, FSDP2 also frees the last gradient. Predictions always count the last gradient.
+the next group. When the gradients of a group have been copied to the averaging buffer, FSDP2 frees these gradients.
+Before torch 2.15, a loop variable of foreach_reduce keeps the last gradient alive until the average is computed. torch
+2.15 frees the last gradient earlier. Predictions count it with every version.
 
 tests/memory/planner/test_sharded.py compares the rules above with FSDP2 on fake tensors. peaks_h100.json and
 peaks_h200.json have peaks that were measured on two and on four GPUs. The peak memory of runs with reduce_once,

@@ -1,7 +1,7 @@
 """Compares the planner with simulated steps of the random configurations of scripts/bench/random_plans.py.
 
-By default, the configurations in NUMBERS run. With PLANNER_CASES=all, the first 1,000 configurations also run,
-which takes 10 minutes on 2 cores.
+By default, the configurations in NUMBERS run. With PLANNER_CASES=all, the first 1,000 configurations run, which takes
+10 minutes on 2 cores. Configurations that train.py refuses are skipped.
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """The cases that are compiled without a GPU, and the limits on their registers, spills and shared memory.
 
 A limit is the larger of the values for Triton 3.6 and 3.8, plus a margin. With Triton 3.9, some kernels need more
-registers or spill more. scripts/results/torch_2_15_h200_202611.md has the speed of some of these kernels.
+registers or spill more, so they have larger limits at the end of this file. Some of these kernels were measured
+(scripts/results/torch_2_15_h200_202611.md).
 """
 
 from triton import __version__
