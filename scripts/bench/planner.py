@@ -201,7 +201,8 @@ def main() -> None:
             }
         )
         print(f"{number}: {predicted:.2f} GiB predicted, {peak:.2f} measured, {predicted / peak - 1:+.1%}", flush=True)
-        Path(f"{out}.json").write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
+        lines = (f"  {json.dumps(row, default=list)}" for row in rows)
+        Path(f"{out}.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
         Path(f"{out}.md").write_text(table(rows, head), encoding="utf-8")
     if not rows:
         sys.exit("error: no configuration was measured")

@@ -56,11 +56,12 @@ def test_two_configurations_in_one_process(tmp_path, monkeypatch, updates):
 
 @pytest.mark.slow
 def test_random_configurations_are_refused_skipped_or_measured(tmp_path, monkeypatch, capsys):
-    changes = {7: "model.dim=33", 8: "model.dim=65536", 9: "model.dim=32", 10: "memory.offload=true"}
+    windows = "model.family={_target_: fa_train.models.config.Family, windows: [null, 8]}"
+    changes = {7: "model.dim=33", 8: "model.dim=65536", 9: windows, 10: "memory.offload=true"}
     monkeypatch.setattr(planner, "LARGEST_HOST", 0.0)
     monkeypatch.setattr(planner, "random_configuration", lambda n: Configuration("nano", 32, (*TINY, changes[n])))
     rows, _ = run_main(monkeypatch, tmp_path / "found", "--random", "4", "--first", "7")
-    assert [row["number"] for row in rows] == [9]
+    assert [row["number"] for row in rows] == [9] and rows[0]["plan"]["model"]["family"]["windows"] == [None, 8]
     printed = capsys.readouterr().out
     assert "7: refused, model.dim must be" in printed and "8: skipped, " in printed and "9: 0." in printed
     assert re.search(r"^10: skipped, 0\.1 GiB on the GPU and 0\.0 GiB on the host$", printed, re.MULTILINE)
