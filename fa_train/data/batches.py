@@ -95,7 +95,7 @@ class PackedRows:
         """Raises: ValueError if documents are held out, but none of the rows for validation has a label."""
         reports = [layout.report for layout in self.layouts.values()]
         tokens = sum(report.tokens_in for report in reports)
-        if not tokens or any((self._row(i).labels != IGNORE_INDEX).any() for i in range(self.counted or 0)):
+        if not tokens or any((self.row(i).labels != IGNORE_INDEX).any() for i in range(self.counted or 0)):
             return
         documents = sum(report.documents for report in reports)
         dropped = sum(report.documents_dropped for report in reports)
@@ -112,17 +112,23 @@ class PackedRows:
 
     def gather(self, indices: Sequence[int]) -> Batch:
         """Returns the rows with the given indices, concatenated."""
-        packed = [self._row(index) for index in indices]
+        packed = [self.row(index) for index in indices]
         return collate(
             packed, self.max_documents, self.mean_seqlen, document_mask=self.document_mask,
             reset_positions=self.reset_positions,
         )  # fmt: skip
 
-    def _row(self, index: int) -> Row:
-        row = self.rows.row(index)
+    def row(self, index: int) -> Row:
+        epoch, place = self.rows.locate(index)
+        row = epoch.row(place)
         if self.counted is None or index < self.counted:
             return row
         return dataclasses.replace(row, labels=np.full_like(row.labels, IGNORE_INDEX))
+
+    def lengths(self, index: int) -> np.ndarray:
+        """Returns the length of each document in a row, as `Epoch.lengths` does."""
+        epoch, place = self.rows.locate(index)
+        return epoch.lengths(place)
 
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows.
@@ -134,7 +140,7 @@ class PackedRows:
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
             return seq_len
-        squares = sum(int((self.rows.lengths(index) ** 2).sum()) for index in rows)
+        squares = sum(int((self.lengths(index) ** 2).sum()) for index in rows)
         return round(squares / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
@@ -146,7 +152,7 @@ class PackedRows:
         """
         indices = np.arange(first, first + count)
         if self.document_mask:
-            lengths = (torch.from_numpy(self.rows.lengths(index)) for index in indices.tolist())
+            lengths = (torch.from_numpy(self.lengths(index)) for index in indices.tolist())
             costs = np.array([attention_pairs(self.windows, row).item() for row in lengths])
             if costs.min() != costs.max():
                 return indices[deal(costs, size, world_size)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from fa_train.bounds import NonEmptyText, PositiveFloat
 from fa_train.data.packing.report import Histogram, PackingReport
-from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows, index_in_group
+from fa_train.data.packing.rows import Epoch, PackableDocuments, ShuffledRows, index_in_group
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
@@ -96,19 +96,11 @@ class MixedRows:
             self._before[order == source] = np.arange(count)
         self.max_documents = max(source.max_documents for source in sources)
 
-    def _locate(self, index: int) -> tuple[ShuffledRows, int]:
+    def locate(self, index: int) -> tuple[Epoch, int]:
+        """Returns the epoch of a source that a row belongs to, and the row's index in this epoch."""
         cycle, position = divmod(index, self.per_epoch)
         source = int(self.order[position])
-        return self.sources[source], cycle * int(self._counts[source]) + int(self._before[position])
-
-    def row(self, index: int) -> Row:
-        source, own_index = self._locate(index)
-        return source.row(own_index)
-
-    def lengths(self, index: int) -> np.ndarray:
-        """Returns the length of each document in a row, as `Epoch.lengths` does."""
-        source, own_index = self._locate(index)
-        return source.lengths(own_index)
+        return self.sources[source].locate(cycle * int(self._counts[source]) + int(self._before[position]))
 
 
 @dataclass(frozen=True)

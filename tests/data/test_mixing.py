@@ -68,23 +68,22 @@ def test_shares_hold_from_any_row_on(weights):
         assert np.abs(so_far - count / CYCLE * np.arange(1, CYCLE + 1)).max() <= len(weights)
 
 
-class Numbers:
-    """A fake source, in which row i has the content i and one document of length i."""
+class Unshuffled:
+    """A fake source with a single endless epoch."""
 
     max_documents = 1
 
-    def row(self, index):
-        return index
-
-    lengths = row
+    def locate(self, index):
+        return self, index
 
 
 def test_a_source_goes_on_in_the_next_round():
-    rows = MixedRows([Numbers(), Numbers()], np.array([0, 1, 0, 0]))
-    located = [(int(rows.order[i % 4]), rows.row(i)) for i in range(12)]
-    assert [row for source, row in located if source == 0] == list(range(9))
-    assert [row for source, row in located if source == 1] == list(range(3))
-    assert [rows.lengths(i) for i in range(12)] == [row for _, row in located]
+    sources = [Unshuffled(), Unshuffled()]
+    rows = MixedRows(sources, np.array([0, 1, 0, 0]))
+    located = [rows.locate(i) for i in range(12)]
+    assert [row for source, row in located if source is sources[0]] == list(range(9))
+    assert [row for source, row in located if source is sources[1]] == [0, 1, 2]
+    assert [source is sources[1] for source, _ in located] == [False, True, False, False] * 3
 
 
 def test_a_source_is_gone_through_before_it_starts_over():

@@ -123,13 +123,8 @@ class ShuffledRows:
             generator.shuffle(order)
         return rows, order
 
-    def row(self, index: int) -> Row:
+    def locate(self, index: int) -> tuple[Epoch, int]:
+        """Returns the epoch that a row belongs to, and the row's index in this epoch."""
         epoch, place = divmod(index, self.per_epoch)
         rows, order = self._epoch(epoch)
-        return rows.row(int(order[place]))
-
-    def lengths(self, index: int) -> np.ndarray:
-        """Returns the length of each document in a row, as `Epoch.lengths` does."""
-        epoch, place = divmod(index, self.per_epoch)
-        rows, order = self._epoch(epoch)
-        return rows.lengths(int(order[place]))
+        return rows, int(order[place])

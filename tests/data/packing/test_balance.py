@@ -69,7 +69,7 @@ def test_steps_are_dealt_by_squared_lengths():
     # A row of one document costs 16^2 = 256. A row of eight documents of two tokens costs 8 * 2^2 = 32.
     data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
     rows = PackedRows(data, held_out=False, shuffle=True)
-    lengths = [rows.rows.lengths(index) for index in range(rows.per_epoch)]
+    lengths = [rows.lengths(index) for index in range(rows.per_epoch)]
     assert sorted((row**2).sum() for row in lengths) == [32] * 6 + [256] * 2
     for step in range(4):  # each step is one epoch
         ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
@@ -87,7 +87,7 @@ def test_concatenated_rows_are_balanced_too():
     for step in range(2 * rows.per_epoch // 64):  # the second epoch has another order of documents
         dealt = rows.deal(step * 64, 64, 2, 4)
         assert sorted(dealt.ravel().tolist()) == list(range(step * 64, step * 64 + 64))
-        work = np.vectorize(lambda row: (np.diff(rows.rows.row(row).boundaries) ** 2).sum())(dealt).sum(axis=2)
+        work = np.vectorize(lambda row: (np.diff(rows.row(row).boundaries) ** 2).sum())(dealt).sum(axis=2)
         assert work.sum(axis=0).max() <= 1.02 * work.sum(axis=0).mean(), "over a step"
         assert work.max(axis=1).sum() <= 1.1 * work.mean(axis=1).sum(), "at each micro-batch"
 
@@ -99,7 +99,7 @@ def test_costs_count_the_windows_of_the_layers():
     for step in range(rows.per_epoch // 64):
         dealt = rows.deal(step * 64, 64, 2, 4)
         work = np.vectorize(
-            lambda row: attention_pairs(windows, torch.from_numpy(np.diff(rows.rows.row(row).boundaries))).item()
+            lambda row: attention_pairs(windows, torch.from_numpy(np.diff(rows.row(row).boundaries))).item()
         )(dealt).sum(axis=2)
         assert work.sum(axis=0).max() <= 1.03 * work.sum(axis=0).mean(), "over a step"
         assert work.max(axis=1).sum() <= 1.04 * work.mean(axis=1).sum(), "at each micro-batch"
