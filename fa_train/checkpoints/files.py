@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 SUFFIX, PARTIAL = ".ckpt", ".partial"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -255,17 +256,10 @@ def require_checkpoint(path: Path) -> None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether all elements are finite.
-
-    The function computes one fused norm for all tensors of the same dtype and device, and waits for a GPU only once.
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    """Returns whether all elements are finite. Waits for a GPU only once."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     # use the maximum norm, because the squares in an L2 norm could overflow
-    norms = [norm.float() for group in groups.values() for norm in torch._foreach_norm(group, math.inf)]
-    return not norms or bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
+    return bool(get_total_norm(floating, math.inf).isfinite())
 
 
 def shapes(weights: Mapping[str, Tensor]) -> Shapes:
