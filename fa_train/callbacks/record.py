@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fa_train.callbacks.monitor import monitor_of
 from fa_train.callbacks.progress import describe
 from fa_train.checkpoints.files import CheckpointError, require_writable
-from fa_train.data.packing.report import Histogram, Report
+from fa_train.data.mixing import Report
+from fa_train.data.packing.report import Histogram
 from fa_train.errors import TrainedWeightsError, is_of_disk
 
 if TYPE_CHECKING:  # importing wandb takes a second

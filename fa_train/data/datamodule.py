@@ -20,10 +20,10 @@ from fa_train.data.batches import (
     TimedLoader,
     leave_signals_to_the_run,
 )
-from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
+from fa_train.data.mixing import CYCLE, MixReport, Mixture, Report, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
 from fa_train.data.packing.concat import Concatenation
-from fa_train.data.packing.report import PackingReport, Report, require_same_documents, run_line
+from fa_train.data.packing.report import PackingReport, require_same_documents, run_line
 from fa_train.data.packing.rows import Layout, fingerprint
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts

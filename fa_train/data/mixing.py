@@ -152,6 +152,9 @@ class MixReport:
         )
 
 
+Report = PackingReport | MixReport
+
+
 class Source(Protocol):
     """The methods and attributes that every source of documents must have."""
 

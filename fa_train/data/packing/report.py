@@ -1,7 +1,6 @@
 """Reports how the documents and tokens of a corpus were packed. Every document and every token is counted."""
 
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -180,16 +179,6 @@ def length_histogram(lengths: np.ndarray) -> Histogram:
     exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     counts = np.bincount(exponents)
     return tuple((2**i, int(counts[i])) for i in range(int(exponents.min()), len(counts)))
-
-
-class Report(Protocol):
-    """A report on the packing of one or more sources."""
-
-    def text(self) -> str: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def charts(self) -> dict[str, Histogram]: ...
 
 
 def require_same_documents(own: dict[str, float], of_rank_zero: dict[str, float], rank: int) -> None:
