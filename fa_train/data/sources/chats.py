@@ -2,23 +2,21 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fa_train.data.sources.corpus import is_saved_dataset, load_hf_dataset
 from fa_train.data.sources.files import (
-    FileCounts,
     SourceRow,
     count_rows,
     find_files,
     hash_files,
     read_rows,
-    suffix_of,
     total_count,
-    without_nulls,
+    without_nulls_below,
 )
 from fa_train.private_names import private
 
@@ -100,6 +98,7 @@ class ChatCorpus:
             self._rows = HubRows(path)
         else:
             self._rows = FileRows(path)
+        self.paths, self.file_counts = self._rows.paths, self._rows.file_counts
 
     def documents(self) -> Iterator[tuple[str, Chat]]:
         n_skipped, reason = 0, ""
@@ -118,14 +117,6 @@ class ChatCorpus:
             line = f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}"
             self.say(line.encode("utf-8", "backslashreplace").decode())  # print() rejects file names that are not UTF-8
 
-    @property
-    def file_counts(self) -> FileCounts | None:
-        return self._rows.file_counts if isinstance(self._rows, FileRows) else None
-
-    @property
-    def paths(self) -> list[Path]:
-        return self._rows.paths if isinstance(self._rows, FileRows) else []
-
     def count(self) -> int | None:
         return None if self.skip_invalid else self._rows.count()
 
@@ -143,7 +134,7 @@ class FileRows:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
             for row in read_rows(path):
-                yield f"{key}:{row.number}", _without_nulls_below(row) if suffix_of(path) == ".parquet" else row
+                yield f"{key}:{row.number}", row
 
     def count(self) -> int | None:
         return total_count(map(count_rows, self.paths))
@@ -158,6 +149,9 @@ class HubRows:
     path: hf:<name>:<split>, hf:<name>:<config>:<split>, or the folder of a saved dataset. If `path` does
     not begin with hf:, the split `train` is read.
     """
+
+    paths: Sequence[Path] = ()
+    file_counts = None
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -176,21 +170,13 @@ class HubRows:
 
     def read(self) -> Iterator[tuple[str, SourceRow]]:
         for number, value in enumerate(self.dataset):
-            yield str(number), _without_nulls_below(SourceRow(number, f"{self.path}, row {number}", value))
+            yield str(number), SourceRow(number, f"{self.path}, row {number}", without_nulls_below(value))
 
     def count(self) -> int:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
         return f"{private('datasets', self.dataset, '_fingerprint')}-chats"
-
-
-def _without_nulls_below(row: SourceRow) -> SourceRow:
-    """Removes keys with the value null from all objects in the columns of a row.
-
-    A column with the value null stays, because the error message of parse_chat lists the column names.
-    """
-    return replace(row, content={name: without_nulls(value) for name, value in row.value.items()})
 
 
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:

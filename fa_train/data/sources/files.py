@@ -340,7 +340,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
         for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
             for value in batch.to_pylist(maps_as_pydicts="lossy"):  # if a map repeats a key, the last value is kept
                 number += 1
-                yield SourceRow(number, f"{path}, row {number}", value)
+                yield SourceRow(number, f"{path}, row {number}", without_nulls_below(value))
 
 
 def _csv(path: Path) -> Iterator[SourceRow]:
@@ -388,16 +388,21 @@ def _utf8_lines(file: Iterable[str], path: Path) -> Iterator[str]:
         yield line
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns `value` without the dict entries that are None. `value` comes from an Arrow table.
+def without_nulls_below(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes keys with the value null from all objects in the columns of a row of an Arrow table.
 
     Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
     key with the value null. Nulls in the original data look the same as Arrow's nulls, so both are removed.
+    A column with the value null stays, because error messages list the names of all columns.
     """
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
+        return [_without_nulls(entry) for entry in value]
     return value
 
 
