@@ -6,7 +6,7 @@ The hash of a document's key decides whether the document is held out for valida
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -61,11 +61,6 @@ def rows_skipped(corpus: Corpus[Any]) -> int:
 def file_counts(corpus: Corpus[Any]) -> FileCounts | None:
     """Returns the numbers of files that are read and skipped, or None if the corpus is not read from files."""
     return getattr(corpus, "file_counts", None)
-
-
-def file_paths(corpus: Corpus[Any]) -> Sequence[Path]:
-    """Returns the files of a corpus, or an empty sequence if the corpus is not read from files."""
-    return getattr(corpus, "paths", ())
 
 
 def is_held_out(key: str) -> bool:
@@ -133,7 +128,7 @@ class WithValidation(Generic[Document]):
     @property
     def overlap_warning(self) -> str | None:
         """A warning if some files are read for training and for validation. Otherwise, the value is None."""
-        training, validation = (set(real_paths(file_paths(corpus))) for corpus in self.parts.values())
+        training, validation = (set(real_paths(getattr(corpus, "paths", ()))) for corpus in self.parts.values())
         shared = sorted(training & validation)
         if not shared:
             return None

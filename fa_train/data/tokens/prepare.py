@@ -142,7 +142,8 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
 
     After an error or Ctrl-C, the worker processes end at once.
     """
-    tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(_shards(corpus)))
+    shards = _grouped(corpus.documents(), SHARD, SHARD_CHARACTERS)
+    tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(shards))
     if workers == 1:
         for shard, file in tasks:
             yield _write(encoder, shard, file)
@@ -179,10 +180,6 @@ def _ctrl_c_later() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
-    return _grouped(corpus.documents(), SHARD, SHARD_CHARACTERS)
 
 
 def _grouped(keyed: Iterable[Keyed], size: int, characters: int) -> Iterator[list[Keyed]]:
