@@ -6,7 +6,7 @@
 | checkpointing.py | memory.checkpointing | chooses what a block keeps, and what its backward recomputes |
 | recompute.py | | recomputes the tensors of one function; checkpointing.py, the FFN and attention call it |
 | offload.py, host_memory.py | memory.offload | moves what a block keeps to the host and back |
-| tiled_ffn.py, tiled_adapters.py | memory.mlp_chunk | compute the FFN in chunks of tokens, without and with adapters |
+| tiled_ffn.py | memory.mlp_chunk | computes the FFN in chunks of tokens |
 | swiglu_down.py | | fuses two operations of the FFN's backward in compiled models |
 | loss.py | memory.loss | computes the logits and the loss in chunks of tokens |
 | planner/ | memory=auto | predicts the memory of a step, and chooses the settings above |

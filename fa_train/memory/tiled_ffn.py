@@ -4,13 +4,17 @@ The forward pass of an FFN saves the input and the weights of the FFN. The backw
 each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and
 memory.offload=all moves it to the host. Outputs and input gradients differ from those of an FFN without chunks only by
 rounding. The matmul library may split smaller products differently, and a fused kernel rounds SwiGLU and GeGLU only
-once. Weight gradients are summed over chunks in fp32.
+once. Gradients of weights and adapters are summed over chunks in fp32.
+
+The loops over chunks are inside custom operators. torch.compile would unroll a Python loop and mix operations of
+different chunks, and would then need memory for ffn_dim channels of all tokens.
 
 To save memory traffic, activation kernels overwrite their inputs, and matmuls write directly to the rows of the result.
 Memory traffic limits the speed of everything except the matmuls.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,46 @@ from fa_kernels.glu import UNITS, glu, glu_backward, glu_gradient
 from fa_train.memory.loss import add_product
 from fa_train.models.autocast import compute_dtype
 from fa_train.models.config import Activation
+from fa_train.models.nf4 import nf4_weight
+
+
+class LinearTensors(NamedTuple):
+    """The tensors of a linear layer. The layer computes x W^T + bias + (x A^T) B^T.
+
+    weight: the matrix W, (rows, columns), or the 4-bit codes of W.
+    bias: (rows,), or None.
+    a: the matrices A of all adapters of the layer, joined into one matrix, (rank, columns). rank is the sum of the
+    adapters' ranks. b: the matrices B times LoRA.scale, joined into one matrix, (rows, rank). Without adapters, a and b
+    are None.
+    The other fields are the parts of a 4-bit weight, in the order of fa_train.models.nf4.NF4_PARTS, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    quantized_scalers: Tensor | None = None
+    quantization_factor: Tensor | None = None
+    scaler_mean: Tensor | None = None
+    nf4: Tensor | None = None
+
+    def dense(self, shape: tuple[int, int], dtype: torch.dtype) -> "LinearTensors":
+        """Returns the layer with W and the bias in `dtype`. shape: (rows, columns), the shape of W."""
+        parts = [part for part in (self.weight, *self[4:]) if part is not None]
+        weight = self.weight.to(dtype) if self.nf4 is None else nf4_weight(parts, *shape, dtype)
+        return LinearTensors(weight, None if self.bias is None else self.bias.to(dtype), self.a, self.b)
+
+    def with_rounded_adapters(self, dtype: torch.dtype) -> "LinearTensors":
+        """Returns the layer with A and B in `dtype`. Autograd records the conversion, and converts the gradients back.
+
+        W and the bias are rounded inside the operators, so that the rounded copies do not exist between the passes.
+        """
+        a, b = (x if x is None else x.to(dtype) for x in (self.a, self.b))
+        return self._replace(a=a, b=b)
+
+
+FIELDS = len(LinearTensors._fields)
+Fields = Sequence[Tensor | None]  # the fields of a LinearTensors, because operators cannot take a NamedTuple
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
@@ -37,35 +81,34 @@ def activate(projected: Tensor, activation: str) -> Tensor:
 
 
 def tiled_mlp(
-    x: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    activation: Activation,
-    chunk_size: int,
-    keep: bool = False,
+    x: Tensor, up: LinearTensors, down: LinearTensors, activation: Activation, chunk_size: int, keep: bool = False
 ) -> Tensor:
     """Computes down(activate(up(x))) in chunks of chunk_size tokens.
 
-    Shapes: x (total, dim); up (2 * ffn_dim, dim), or (ffn_dim, dim) for gelu; down (dim, ffn_dim); the result
-    (total, dim). A bias is None or has one element per row of its weight.
-    The result has autocast's dtype, or x's dtype without autocast.
+    Shapes: x (total, dim) -> (total, dim). The weight of `up` is (2 * ffn_dim, dim), or (ffn_dim, dim) for gelu. The
+    weight of `down` is (dim, ffn_dim).
+    The result has autocast's dtype, or x's dtype without autocast. A gradient is computed only if its tensor requires
+    one. Gradients of adapters are rounded to the result's dtype.
     keep: whether to save up(x) of all tokens. With keep=False, the backward pass recomputes up(x).
     Raises: ValueError if the shapes do not match.
     """
-    ffn_dim = up.shape[0] if activation == "gelu" else up.shape[0] // 2
-    if x.dim() != 2 or up.shape[1:] != x.shape[1:] or down.shape[1:] != (ffn_dim,):
+    shapes = _weight_shapes(x.shape[-1], down, activation)
+    if x.dim() != 2 or any(
+        layer.nf4 is None and layer.weight.shape != shape for layer, shape in zip((up, down), shapes, strict=True)
+    ):
         raise ValueError(
             f"x, up and down must be (total, dim), (rows, dim) and (dim, ffn_dim) for {activation}; "
-            f"got {tuple(x.shape)}, {tuple(up.shape)} and {tuple(down.shape)}"
+            f"got {tuple(x.shape)}, {tuple(up.weight.shape)} and {tuple(down.weight.shape)}"
         )
     x = x.to(compute_dtype(x))
+    tensors = [*up.with_rounded_adapters(x.dtype), *down.with_rounded_adapters(x.dtype)]
     if keep and torch.is_grad_enabled():
-        return _Kept.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
-    placeholder = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
-    weights = (w if w is None else w.detach() for w in (up, up_bias, down, down_bias))
-    return _Forward.apply(placeholder, x.detach(), *weights, activation, chunk_size)
+        kept: Tensor = _Kept.apply(activation, chunk_size, x, *tensors)
+        return kept
+    placeholder = _Backward.apply(activation, chunk_size, x, *tensors)
+    detached = (t if t is None else t.detach() for t in tensors)
+    y: Tensor = _Forward.apply(placeholder, activation, chunk_size, x.detach(), *detached)
+    return y
 
 
 class _Backward(torch.autograd.Function):
@@ -82,57 +125,29 @@ class _Backward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        up: Tensor,
-        up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        activation: Activation,
-        chunk_size: int,
-    ) -> Tensor:
-        ctx.save_for_backward(x, up, up_bias, down, down_bias)
+    def forward(ctx: Any, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(None, x, *tensors)
         ctx.activation, ctx.chunk_size = activation, chunk_size
-        return x.new_zeros(()).expand(x.shape[0], down.shape[0])
+        return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dy, None, *ctx.saved_tensors)
+        projected, x, *tensors = ctx.saved_tensors
+        up, down, needs = tensors[:FIELDS], tensors[FIELDS:], list(ctx.needs_input_grad[3:])
+        dx, found = mlp_backward(dy, x, up, down, projected, ctx.activation, ctx.chunk_size, needs)
+        gradients = iter(found)
+        return None, None, dx, *[next(gradients) if needed else None for needed in needs]
 
 
-def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, up, up_bias, down, down_bias = saved
-    with_weights = any(ctx.needs_input_grad[1:5])  # False if all weights of the FFN are frozen
-    dx, *d_weights = mlp_backward(
-        dy, x, up, up_bias, down, down_bias, projected, ctx.activation, ctx.chunk_size, with_weights
-    )
-    needed = (d if needs else None for d, needs in zip(d_weights, ctx.needs_input_grad[1:5], strict=True))
-    return dx, *needed, None, None
-
-
-class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True, whose backward does not compute up(x) again."""
+class _Kept(_Backward):
+    """The autograd node for keep=True. `forward` computes the FFN, and saves up(x) for the backward of `_Backward`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        up: Tensor,
-        up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        activation: Activation,
-        chunk_size: int,
-    ) -> Tensor:
-        y, projected = mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, True)
-        ctx.save_for_backward(projected, x, up, up_bias, down, down_bias)
+    def forward(ctx: Any, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        y, projected = mlp_forward(x, tensors[:FIELDS], tensors[FIELDS:], activation, chunk_size, True)
+        ctx.save_for_backward(projected, x, *tensors)
         ctx.activation, ctx.chunk_size = activation, chunk_size
         return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dy, *ctx.saved_tensors)
 
 
 class _Forward(torch.autograd.Function):
@@ -144,143 +159,130 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        placeholder: Tensor,
-        x: Tensor,
-        up: Tensor,
-        up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        activation: Activation,
-        chunk_size: int,
+        ctx: Any, placeholder: Tensor, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None
     ) -> Tensor:
-        return mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, False)[0]
+        return mlp_forward(x, tensors[:FIELDS], tensors[FIELDS:], activation, chunk_size, False)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, None, None, None, None, None, None, None
+        return dy, *[None] * (3 + 2 * FIELDS)
 
 
 @torch.library.custom_op("fa_train::mlp_forward", mutates_args=())
 def mlp_forward(
-    x: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    activation: str,
-    chunk_size: int,
-    keep: bool,
+    x: Tensor, up: Fields, down: Fields, activation: str, chunk_size: int, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the FFN's output, (total, dim), and up(x), which is empty if keep is False.
 
-    mlp_forward is a custom operator, so that torch.compile does not unroll the loop over chunks.
+    up, down: the fields of each layer's LinearTensors. The adapters have x's dtype.
     """
     with torch.autocast(x.device.type, enabled=False):
-        up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
-        y = x.new_empty(x.shape[0], down.shape[0])
-        kept = x.new_empty(x.shape[0] if keep else 0, up.shape[0])
+        first, second = _dense(x, up, down, activation)
+        y = x.new_empty(x.shape)
+        kept = x.new_empty(x.shape[0] if keep else 0, first.weight.shape[0])
         for rows in row_chunks(x.shape[0], chunk_size):
-            if keep:
-                activated = activate_outside_autograd(
-                    _linear(x[rows], up, up_bias, out=kept[rows]), activation, in_place=False
-                )
-            else:
-                activated = activate_outside_autograd(F.linear(x[rows], up, up_bias), activation, in_place=True)
-            _linear(activated, down, down_bias, out=y[rows])
+            projected = _linear(x[rows], first, out=kept[rows] if keep else None)
+            activated = activate_outside_autograd(projected, activation, in_place=not keep)
+            del projected
+            _linear(activated, second, out=y[rows])
             del activated  # free the activations before the next chunk allocates memory
     return y, kept
 
 
 @mlp_forward.register_fake
 def _forward_fake(
-    x: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    activation: str,
-    chunk_size: int,
-    keep: bool,
+    x: Tensor, up: Fields, down: Fields, activation: str, chunk_size: int, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], down.shape[0]), x.new_empty(x.shape[0] if keep else 0, up.shape[0])
+    (up_dim, _), _ = _weight_shapes(x.shape[1], LinearTensors._make(down), activation)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0] if keep else 0, up_dim)
 
 
 @torch.library.custom_op("fa_train::mlp_backward", mutates_args=())
 def mlp_backward(
     dy: Tensor,
     x: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
+    up: Fields,
+    down: Fields,
     projected: Tensor | None,
     activation: str,
     chunk_size: int,
-    with_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, up, up_bias, down and down_bias. A gradient that is not needed is an empty tensor.
+    needs: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the gradients of x, and of the tensors in `up` and `down` that need a gradient.
 
-    projected: up(x), or None to recompute it.
+    up, down: as in mlp_forward. projected: up(x), or None to recompute it.
+    needs: for each tensor in `up` and `down`, whether to compute its gradient.
     """
-    weights = (up, up_bias, down, down_bias)
-    sums = [x.new_zeros(w.shape if with_weights and w is not None else 0, dtype=torch.float32) for w in weights]
-    d_up, d_up_bias, d_down, d_down_bias = sums
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tensors = [*up, *down]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    sums = [
+        x.new_zeros(t.shape, dtype=dtype) if t is not None and needed else None
+        for t, needed in zip(tensors, needs, strict=True)
+    ]
+    dx = x.new_empty(x.shape)
     with torch.autocast(x.device.type, enabled=False):
-        up, up_bias, down, _ = _rounded(x.dtype, *weights)
+        first, second = _dense(x, up, down, activation)
         for rows in row_chunks(x.shape[0], chunk_size):
-            if projected is None:
-                recomputed = F.linear(x[rows], up, up_bias)
-                activated, d_projected = activation_backward(recomputed, dy[rows] @ down, activation, in_place=True)
-                del recomputed
-            else:
-                kept = projected[rows]
-                activated, d_projected = activation_backward(kept, dy[rows] @ down, activation, in_place=False)
-            if with_weights:
-                add_product(d_down, dy[rows].T, activated)
+            of_chunk = _linear(x[rows], first) if projected is None else projected[rows]
+            d_activated = _input_gradient(dy[rows], second)
+            activated, d_projected = activation_backward(of_chunk, d_activated, activation, in_place=projected is None)
+            del of_chunk, d_activated
+            _add_gradients(sums[FIELDS:], dy[rows], activated, second)
             del activated  # free the activations before the matmuls below allocate memory
-            torch.mm(d_projected, up, out=dx[rows])
-            if with_weights:
-                add_product(d_up, d_projected.T, x[rows])
-                if up_bias is not None:
-                    d_up_bias += d_projected.sum(0, dtype=torch.float32)
-                if down_bias is not None:
-                    d_down_bias += dy[rows].sum(0, dtype=torch.float32)
+            _input_gradient(d_projected, first, out=dx[rows])
+            _add_gradients(sums[:FIELDS], d_projected, x[rows], first)
             del d_projected
-    d_up, d_up_bias, d_down, d_down_bias = (
-        d if w is None else d.to(w.dtype) for d, w in zip(sums, weights, strict=True)
-    )
-    return dx, d_up, d_up_bias, d_down, d_down_bias
+    return dx, [d.to(t.dtype) for d, t in zip(sums, tensors, strict=True) if d is not None and t is not None]
 
 
 @mlp_backward.register_fake
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    projected: Tensor | None,
-    activation: str,
-    chunk_size: int,
-    with_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_up, d_up_bias, d_down, d_down_bias = (
-        x.new_empty(0, dtype=torch.float32 if w is None else w.dtype)
-        if w is None or not with_weights
-        else w.new_empty(w.shape)
-        for w in (up, up_bias, down, down_bias)
-    )
-    return x.new_empty(x.shape), d_up, d_up_bias, d_down, d_down_bias
+def _backward_fake(dy: Tensor, x: Tensor, up: Fields, down: Fields, *arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    needed = [t for t, is_needed in zip((*up, *down), arguments[-1], strict=True) if t is not None and is_needed]
+    return x.new_empty(x.shape), [t.new_empty(t.shape) for t in needed]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
-    """Computes F.linear into `out`."""
-    if bias is None:
-        return torch.mm(x, weight.T, out=out)
-    return torch.addmm(bias, x, weight.T, out=out)
+def _weight_shapes(dim: int, down: LinearTensors, activation: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the shapes of the weights of `up` and `down`, which are (up_dim, dim) and (dim, ffn_dim)."""
+    # a byte of a 4-bit weight holds the codes of two elements
+    ffn_dim = down.weight.shape[1] if down.nf4 is None else 2 * down.weight.numel() // dim
+    return (ffn_dim if activation == "gelu" else 2 * ffn_dim, dim), (dim, ffn_dim)
+
+
+def _dense(x: Tensor, up: Fields, down: Fields, activation: str) -> tuple[LinearTensors, LinearTensors]:
+    """Returns the first and the second layer of the FFN, with weights and biases in x's dtype."""
+    first, second = LinearTensors._make(up), LinearTensors._make(down)
+    of_first, of_second = _weight_shapes(x.shape[1], second, activation)
+    return first.dense(of_first, x.dtype), second.dense(of_second, x.dtype)
+
+
+def _linear(x: Tensor, layer: LinearTensors, out: Tensor | None = None) -> Tensor:
+    if layer.bias is None:
+        y = torch.mm(x, layer.weight.T, out=out)
+    else:
+        y = torch.addmm(layer.bias, x, layer.weight.T, out=out)
+    if layer.a is not None and layer.b is not None:
+        y.addmm_(x @ layer.a.T, layer.b.T)
+    return y
+
+
+def _input_gradient(dy: Tensor, layer: LinearTensors, out: Tensor | None = None) -> Tensor:
+    dx = torch.mm(dy, layer.weight, out=out)
+    if layer.a is not None and layer.b is not None:
+        dx.addmm_(dy @ layer.b, layer.a)
+    return dx
+
+
+def _add_gradients(sums: Fields, dy: Tensor, x: Tensor, layer: LinearTensors) -> None:
+    """Adds the gradients of a layer's tensors to `sums`, which has None for a tensor that needs no gradient."""
+    d_weight, d_bias, d_a, d_b, *_ = sums
+    if d_weight is not None:
+        add_product(d_weight, dy.T, x)
+    if d_bias is not None:
+        d_bias += dy.sum(0, dtype=d_bias.dtype)
+    if d_a is not None and layer.b is not None:
+        add_product(d_a, (dy @ layer.b).T, x)
+    if d_b is not None and layer.a is not None:
+        add_product(d_b, dy.T, x @ layer.a.T)
 
 
 def activate_outside_autograd(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
@@ -306,12 +308,6 @@ def activation_backward(
         return d_activated, d_projected
     glu_backward(projected, d_activated, activation)
     return d_activated, projected
-
-
-def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    up, up_bias, down, down_bias = (w if w is None else w.to(dtype) for w in weights)
-    assert up is not None and down is not None
-    return up, up_bias, down, down_bias
 
 
 def row_chunks(total: int, chunk_size: int) -> list[slice]:

@@ -6,8 +6,7 @@ All FFN classes compute the same function, but save different tensors for the ba
 |:--|:--|:--|
 | RecomputedFFN | by default | up(x) |
 | DenseFFN | mlp_chunk is not set, and a layer has an adapter, 4-bit weights or float8 | up(x) and the activations |
-| TiledFFN | mlp_chunk is set, and both layers are plain | nothing, or up(x) with memory.offload=all |
-| TiledAdaptedFFN | mlp_chunk is set, and a layer has an adapter or 4-bit weights | nothing |
+| TiledFFN | mlp_chunk is set | nothing, or up(x) with memory.offload=all and two plain layers |
 """
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from fa_train.memory.memory import Memory
 from fa_train.memory.recompute import recomputed
 from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
-from fa_train.memory.tiled_adapters import FrozenLinear, tiled_adapted_mlp
-from fa_train.memory.tiled_ffn import activate, tiled_mlp
+from fa_train.memory.tiled_ffn import LinearTensors, activate, tiled_mlp
 from fa_train.models.config import Activation, ModelConfig
 
 
@@ -75,7 +73,10 @@ class RecomputedFFN(FFN):
 
 
 class TiledFFN(FFN):
-    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_ffn. keep: whether to save up(x)."""
+    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_ffn. keep: whether to save up(x).
+
+    The `forward` methods and hooks of the two linear layers do not run.
+    """
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int, keep: bool) -> None:
         super().__init__(up, down, activation)
@@ -83,24 +84,8 @@ class TiledFFN(FFN):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
-        up, down = self.up, self.down
-        return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size, self.keep)
-
-
-class TiledAdaptedFFN(FFN):
-    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_adapters.
-
-    The `forward` methods and hooks of the two linear layers do not run.
-    """
-
-    def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
-        super().__init__(up, down, activation)
-        self.chunk_size = chunk_size
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (total, dim) -> (total, dim)."""
-        up, down = frozen_linear(self.up), frozen_linear(self.down)
-        return tiled_adapted_mlp(x, up, down, self.activation, self.chunk_size)
+        up, down = tensors_of(self.up), tensors_of(self.down)
+        return tiled_mlp(x, up, down, self.activation, self.chunk_size, self.keep)
 
 
 def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
@@ -122,17 +107,15 @@ def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: M
             return RecomputedFFN(up, down, activation, checkpointed=memory.checkpointing != "none")
         return DenseFFN(up, down, activation)
     for linear in (up, down):
-        if type(linear) is not nn.Linear and not hasattr(linear, "frozen"):
+        if type(linear) is not nn.Linear and not hasattr(linear, "tensors"):
             name = type(linear).__name__
             raise ValueError(f"memory.mlp_chunk needs layers of class nn.Linear or LoRALinear in the FFN; got {name}")
-    if not plain:
-        return TiledAdaptedFFN(up, down, activation, memory.mlp_chunk)
-    return TiledFFN(up, down, activation, memory.mlp_chunk, keep=memory.offload == "all")
+    return TiledFFN(up, down, activation, memory.mlp_chunk, keep=plain and memory.offload == "all")
 
 
-def frozen_linear(linear: nn.Linear) -> FrozenLinear:
-    """Returns the tensors of a layer. The layer is an nn.Linear, or has a method `frozen` like LoRALinear."""
+def tensors_of(linear: nn.Linear) -> LinearTensors:
+    """Returns the tensors of a layer. The layer is an nn.Linear, or has a method `tensors` like LoRALinear."""
     if type(linear) is nn.Linear:
-        return FrozenLinear(linear.weight, linear.bias)
-    tensors: FrozenLinear = linear.frozen()  # type: ignore[operator]
+        return LinearTensors(linear.weight, linear.bias)
+    tensors: LinearTensors = linear.tensors()  # type: ignore[operator]
     return tensors

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.memory.planner.plan import LINEARS, Adapters
-from fa_train.memory.tiled_adapters import FrozenLinear
+from fa_train.memory.tiled_ffn import LinearTensors
 from fa_train.models.autocast import compute_dtype
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
@@ -195,10 +195,10 @@ class LoRALinear(nn.Linear):
         seen = F.dropout(x, self.settings.lora_dropout, self.training) if self.settings.lora_dropout else x
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
 
-    def frozen(self) -> FrozenLinear:
-        """Returns the tensors of this layer that TiledAdaptedFFN needs. memory.mlp_chunk refuses dropout."""
+    def tensors(self) -> LinearTensors:
+        """Returns the tensors of this layer that TiledFFN needs. memory.mlp_chunk refuses dropout."""
         a, b = self._factors() if self.lora_A else (None, None)
-        return FrozenLinear(self.weight, self.bias, a, b, *self._nf4_parts())
+        return LinearTensors(self.weight, self.bias, a, b, *self._nf4_parts())
 
     def dense_weight(self) -> Tensor:
         """Returns the weight without adapters, (out_features, in_features), dequantized to its original dtype."""

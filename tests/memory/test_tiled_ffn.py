@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_train.memory import tiled_ffn
-from fa_train.memory.tiled_ffn import activate, activation_backward, mlp_backward, mlp_forward
+from fa_train.memory.tiled_ffn import FIELDS, LinearTensors, activate, activation_backward, mlp_backward, mlp_forward
 from tests.memory.support.small import LargestTensor, compile_blocks, levers, small_gpt, step, stream
 from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
@@ -39,6 +39,10 @@ def draw(activation: str, bias: bool, device: torch.device) -> tuple[Arguments, 
     return (x, up, biases[0], down, biases[1], activation), torch.randn(TOTAL, DIM, device=device)
 
 
+def tiled_mlp(x, up, up_bias, down, down_bias, *arguments) -> Tensor:
+    return tiled_ffn.tiled_mlp(x, LinearTensors(up, up_bias), LinearTensors(down, down_bias), *arguments)
+
+
 def at_once(x, up, up_bias, down, down_bias, activation) -> Tensor:
     return F.linear(activate(F.linear(x, up, up_bias), activation), down, down_bias)
 
@@ -55,7 +59,7 @@ def run(function, arguments: tuple, dy: Tensor, *chunks: int | bool) -> dict[str
 @pytest.mark.parametrize("chunk_size", [1, 7, 25, 50, 4096])
 def test_equals_at_once(chunk_size, keep, activation, bias, device):
     arguments, dy = draw(activation, bias, device)
-    ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
+    ours, expected = run(tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
     assert ours.keys() == expected.keys()
     # On a GPU, a fused kernel computes GeGLU. On an H200, gradients differed from torch's by up to 2.4e-4.
     tolerance = 1e-3 if device.type == "cuda" and activation == "geglu" else 1e-4
@@ -72,7 +76,7 @@ def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
     On a GPU, SwiGLU and GeGLU have a tolerance, because the kernel's last bits differ from torch's.
     """
     arguments, dy = draw(activation, bias, device)
-    ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
+    ours, expected = run(tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
     tolerance = {"swiglu": 1e-5, "geglu": 1e-4, "gelu": 0.0}[activation] if device.type == "cuda" else 0.0
     for name in ("y", "dx", "d_up", "d_down"):
         torch.testing.assert_close(ours[name], expected[name], rtol=tolerance, atol=10 * tolerance)
@@ -92,7 +96,7 @@ def test_bf16_is_as_accurate_as_at_once(autocast, keep, activation, bias, device
             return run(function, arguments, gradient, *chunks)
 
     dtype = torch.float32 if autocast else torch.bfloat16
-    ours, baseline = result(tiled_ffn.tiled_mlp, dtype, 16, keep), result(at_once, dtype)
+    ours, baseline = result(tiled_mlp, dtype, 16, keep), result(at_once, dtype)
     exact = result(at_once, torch.float64)
     for name in ours:
         assert ours[name].dtype == baseline[name].dtype, name
@@ -104,21 +108,22 @@ def test_activations_never_exist_at_once(activation, device):
     rows = 64 if activation == "gelu" else 128
     x, dy = torch.randn(512, 4, device=device), torch.randn(512, 4, device=device)
     up, down = torch.randn(rows, 4, device=device), torch.randn(4, 64, device=device)
+    layers, needs = (LinearTensors(up, None), LinearTensors(down, None)), [True, *[False] * (FIELDS - 1)]
     with LargestTensor() as largest:
         # call the Python bodies of the operators, because a dispatch mode does not see inside an operator
-        mlp_forward._init_fn(x, up, None, down, None, activation, 16, False)
-        mlp_backward._init_fn(dy, x, up, None, down, None, None, activation, 16, True)
+        mlp_forward._init_fn(x, *layers, activation, 16, False)
+        mlp_backward._init_fn(dy, x, *layers, None, activation, 16, [*needs, *needs])
     assert largest.elements == 512 * 4  # without chunks, the activations would have at least 512 x 64 elements
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.shape) or s, lambda s: s):
-        tiled_ffn.tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
+        tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
     assert saved == [(512, 4), (rows, 4), (4, 64)]
 
 
 def test_nothing_is_kept_without_gradients(device):
     arguments, _ = draw("swiglu", False, device)
     with torch.no_grad(), LargestTensor() as largest:
-        tiled_ffn.tiled_mlp(*arguments, 5, True)
+        tiled_mlp(*arguments, 5, True)
     assert largest.elements < TOTAL * 2 * FFN_DIM
 
 
@@ -126,7 +131,7 @@ def test_nothing_is_kept_without_gradients(device):
 def test_gradients_may_have_any_layout(layout, device):
     arguments, dy = draw("swiglu", False, device)
     dy = torch.ones(1, 1, device=device).expand(TOTAL, DIM) if layout == "expanded" else dy.T.contiguous().T
-    ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, 7), run(at_once, arguments, dy)
+    ours, expected = run(tiled_mlp, arguments, dy, 7), run(at_once, arguments, dy)
     for name in ours:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
 
@@ -144,34 +149,34 @@ def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
 
     monkeypatch.setattr(tiled_ffn, "activation_backward", spy)
     arguments, dy = draw(activation, False, device)
-    run(tiled_ffn.tiled_mlp, arguments, dy, 25)
+    run(tiled_mlp, arguments, dy, 25)
     assert places == [True, True]
 
 
 def test_frozen_weights_cost_no_products(device, monkeypatch):
     arguments, dy = draw("swiglu", True, device)
-    expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
+    expected = run(tiled_mlp, arguments, dy, 16)
     for x in arguments[1:5]:
         x.requires_grad_(False)
     monkeypatch.setattr(tiled_ffn, "add_product", None)
-    tiled_ffn.tiled_mlp(*arguments, 16).backward(dy)
+    tiled_mlp(*arguments, 16).backward(dy)
     assert torch.equal(arguments[0].grad, expected["dx"])
     assert all(x.grad is None for x in arguments[1:5])
 
 
 def test_one_weight_may_be_frozen(device):
     arguments, dy = draw("gelu", False, device)
-    expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
+    expected = run(tiled_mlp, arguments, dy, 16)
     arguments[1].requires_grad_(False)
-    tiled_ffn.tiled_mlp(*arguments, 16).backward(dy)
+    tiled_mlp(*arguments, 16).backward(dy)
     assert arguments[1].grad is None and torch.equal(arguments[3].grad, expected["d_down"])
 
 
 def test_the_input_may_be_frozen(device):
     arguments, dy = draw("gelu", False, device)
-    expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
+    expected = run(tiled_mlp, arguments, dy, 16)
     arguments[0].requires_grad_(False)
-    tiled_ffn.tiled_mlp(*arguments, 16).backward(dy)
+    tiled_mlp(*arguments, 16).backward(dy)
     assert torch.equal(arguments[1].grad, expected["d_up"])
 
 
@@ -206,22 +211,23 @@ def test_chunks_do_not_change_a_model(activation, bias, device):
 @KINDS
 def test_operators_keep_torchs_rules(activation, bias, device):
     arguments, dy = draw(activation, bias, device)
-    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    x, up, up_bias, down, down_bias = (t if t is None else t.detach() for t in arguments[:5])
+    x = x.T.contiguous().T  # the results must be contiguous even if x is not
+    layers = [list(LinearTensors(up, up_bias)), list(LinearTensors(down, down_bias))]
     checks = ("test_schema", "test_faketensor")
     for keep in (True, False):
-        torch.library.opcheck(mlp_forward, (*arguments, 16, keep), test_utils=checks)
-        projected = mlp_forward(*arguments, 16, True)[1] if keep else None
-        for with_weights in (True, False):
-            backward = (dy, *arguments[:5], projected, arguments[5], 16, with_weights)
-            torch.library.opcheck(mlp_backward, backward, test_utils=checks)
+        torch.library.opcheck(mlp_forward, (x, *layers, activation, 16, keep), test_utils=checks)
+        projected = mlp_forward(x, *layers, activation, 16, True)[1] if keep else None
+        for needs in ([t is not None for layer in layers for t in layer], [False] * 2 * FIELDS):
+            torch.library.opcheck(mlp_backward, (dy, x, *layers, projected, activation, 16, needs), test_utils=checks)
 
 
 def test_wrong_shapes_and_sizes_are_named(device):
     arguments, _ = draw("swiglu", False, device)
     x, up, _, down, *_ = arguments
     with pytest.raises(ValueError, match=r"for gelu; got \(50, 16\), \(48, 16\) and \(16, 24\)"):
-        tiled_ffn.tiled_mlp(x, up, None, down, None, "gelu", 16)
+        tiled_mlp(x, up, None, down, None, "gelu", 16)
     with pytest.raises(ValueError, match=r"for swiglu; got \(50, 15\), \(48, 16\) and \(16, 24\)"):
-        tiled_ffn.tiled_mlp(x[:, 1:], up, None, down, None, "swiglu", 16)
+        tiled_mlp(x[:, 1:], up, None, down, None, "swiglu", 16)
     with pytest.raises(ValueError, match=r"memory.mlp_chunk must be at least 1 token or null; got 0"):
         levers(mlp_chunk=0)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fa_train import training
-from fa_train.memory import tiled_adapters
+from fa_train.memory import tiled_ffn
 from fa_train.models.gpt import GPT, Head
 from fa_train.models.hf import export
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
@@ -118,9 +118,9 @@ def calls(monkeypatch):
     """A list that gets the name of each function that computes a chunk's activations or their gradient."""
     calls = []
     for name in ("activate_outside_autograd", "activation_backward"):
-        function = getattr(tiled_adapters, name)
+        function = getattr(tiled_ffn, name)
         count = partial(lambda f, n, *args, **kw: calls.append(n) or f(*args, **kw), function, name)
-        monkeypatch.setattr(tiled_adapters, name, count)
+        monkeypatch.setattr(tiled_ffn, name, count)
     return calls
 
 

@@ -29,11 +29,9 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory import host_memory
 from fa_train.memory import loss as loss_module
 from fa_train.memory import offload as offload_module
-from fa_train.memory import tiled_adapters as tiled_adapters_module
 from fa_train.memory import tiled_ffn as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.planner.plan import Buckets
-from fa_train.memory.tiled_adapters import adapted_mlp_backward, adapted_mlp_forward
 from fa_train.memory.tiled_ffn import mlp_backward, mlp_forward
 from fa_train.models.gpt import GPT
 from fa_train.models.norms import zeros_to_add
@@ -110,8 +108,6 @@ INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
     torch.ops.fa_train.mlp_forward.default: mlp_forward._init_fn,
     torch.ops.fa_train.mlp_backward.default: mlp_backward._init_fn,
-    torch.ops.fa_train.adapted_mlp_forward.default: adapted_mlp_forward._init_fn,
-    torch.ops.fa_train.adapted_mlp_backward.default: adapted_mlp_backward._init_fn,
     torch.ops.flash_attention.backward.default: _attention_backward,
     torch.ops.fa_train.nf4_linear.default: _nf4_linear,
     torch.ops.fa_train.nf4_linear_backward.default: _nf4_linear_backward,
@@ -189,8 +185,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_module, "add_product", add_product)
         patch.setattr(tiled_mlp_module, "add_product", add_product)
-        patch.setattr(tiled_adapters_module, "add_product", add_product)
-        patch.setattr(tiled_adapters_module, "nf4_weight", nf4_weight)
+        patch.setattr(tiled_mlp_module, "nf4_weight", nf4_weight)
         patch.setattr(host_memory.HostPool, "take", take)
         patch.setattr(
             offload_module,
