@@ -6,7 +6,6 @@ from fa_train.bounds import PositiveInt
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.offload import Offloaded, require_offload
-from fa_train.settings import shown
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,6 @@ class Levers:
     def offloads_all(self) -> bool:
         """Whether all large tensors that blocks save are moved to host memory."""
         return self.offload == "all"
-
-    def overrides(self, others: "Levers") -> list[str]:
-        """Returns train.py's command-line overrides for the settings that differ from `others`."""
-        values = {name: getattr(self, name) for name in Levers.__dataclass_fields__}
-        return [f"memory.{name}={shown(value)}" for name, value in values.items() if value != getattr(others, name)]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fa_train.memory.planner.plan import Plan, RunSize
 from fa_train.memory.planner.predict import Prediction, predict
 from fa_train.models.float8 import MULTIPLE
 from fa_train.optim.adamw import OptimizerKind
+from fa_train.settings import shown
 
 GATHERED_SHARE = 0.9  # a plan with gathered blocks may use this share of GPU memory, because predictions can be too low
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
@@ -31,10 +32,6 @@ ATTENTION_FLOPS = 5.5e14
 # Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. The
 # two costs make the search prefer FFN chunks over equally fast copies, because copies to the host need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5  # estimates of two costs that are too small to measure
-
-Change = tuple[list[str], dict[str, Any]]  # overrides of train.py, and the fields of RunSize that they set
-UNCHANGED: Change = ([], {})
-SMALLER_MODEL = "a smaller model"
 
 COMBINATIONS = [
     Levers(checkpointing, offload, mlp_chunk)
@@ -158,101 +155,103 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "fl
     smaller optimizer states, and a lower precision. If no change makes the run fit, the returned overrides also set
     seq_len to the longest sequence that fits. If no sequence fits, the function returns the text "a smaller model".
     """
-    run = plan.run
-    if run.ranks > 1 and not run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
-        others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes, attention)
-        return others if others == SMALLER_MODEL else f"strategy.reshard_after_forward=auto {others}".strip()
-    micro_batches = _micro_batches(plan)
-    for (overrides, change), (in_rows, sized) in product(_loss_chunks(run), micro_batches):
-        if fits(predict(resized(sized, **change)), gpu_bytes, host_bytes):
-            return " ".join(in_rows + overrides)
-    changes = _changes(plan, attention)
+    start = resized(plan, reshard_after_forward=True) if plan.run.ranks > 1 else plan
+    sizes = product(_loss_chunks(start.run), _micro_batches(start))
+    for candidate in (plan, *(resized(sized, loss_chunk=loss_chunk) for loss_chunk, sized in sizes)):
+        if fits(predict(candidate), gpu_bytes, host_bytes):
+            return _overrides(plan, candidate)
     # A step with a single micro-batch does not accumulate gradients, so a micro-batch of all rows can need less memory
     # than micro-batches of one row.
-    for (overrides, change), (in_rows, sized) in product(changes, reversed(micro_batches)):
-        levers = fastest_that_fits(resized(sized, **change), gpu_bytes, host_bytes)
-        if levers is not None:
-            return " ".join(in_rows + levers.overrides(plan.levers) + overrides)
+    for smaller in _with_smaller_tensors(start, attention):
+        for candidate in reversed(_micro_batches(smaller)):
+            levers = fastest_that_fits(candidate, gpu_bytes, host_bytes)
+            if levers is not None:
+                return _overrides(plan, with_levers(candidate, levers))
     # With float8, a micro-batch of one row needs a seq_len that is a multiple of 16.
-    one_row, plan = _micro_batches(resized(plan, seq_len=MULTIPLE))[-1]
-    longest = {
-        longest_seq_len(with_levers(resized(plan, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
-        for overrides, change in reversed(changes)
-        for levers in reversed(combinations(plan))
+    one_row = _micro_batches(resized(start, seq_len=MULTIPLE))[-1]
+    candidates = [
+        with_levers(smaller, levers)
+        for smaller in _with_smaller_tensors(one_row, attention)
+        for levers in combinations(plan)
+    ]
+    lengths = [longest_seq_len(candidate, gpu_bytes, host_bytes) for candidate in candidates]
+    seq_len = max(lengths)
+    best = candidates[lengths.index(seq_len)]  # the cheapest of the candidates with this length
+    return _overrides(plan, resized(best, seq_len=seq_len)) if seq_len else "a smaller model"
+
+
+def _overrides(plan: Plan, changed: Plan) -> str:
+    """Returns the overrides of train.py that turn `plan` into `changed`."""
+    before, after = _settings(plan), _settings(changed)
+    return " ".join(f"{name}={shown(value)}" for name, value in after.items() if value != before[name])
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """Returns the settings that next_lever may change, by their names in train.py's overrides."""
+    run, levers = plan.run, plan.levers
+    return {
+        "strategy.reshard_after_forward": "auto" if run.reshard_after_forward else False,
+        "seq_len": run.seq_len,
+        "data.micro_batch_size": run.rows,
+        "memory.checkpointing": levers.checkpointing,
+        "memory.offload": levers.offload,
+        "memory.mlp_chunk": levers.mlp_chunk,
+        "memory.loss.chunk_size": run.loss_chunk,
+        "strategy.head_groups": run.head_groups,
+        "optimizer": run.optimizer,
+        "trainer.precision": run.precision,
     }
-    seq_len = max(longest)
-    if not seq_len:
-        return SMALLER_MODEL
-    overrides, levers = longest[seq_len]
-    return " ".join([f"seq_len={seq_len}", *one_row, *levers.overrides(plan.levers), *overrides])
 
 
-def _micro_batches(plan: Plan) -> list[tuple[list[str], Plan]]:
-    """Returns a pair (overrides of train.py, plan) for each supported number of rows per micro-batch.
+def _micro_batches(plan: Plan) -> list[Plan]:
+    """Returns the plan with each supported number of rows per micro-batch, from the plan's own number to the fewest.
 
-    The number of rows per step stays the same. The first pair is ([], plan). The last pair has the fewest rows per
-    micro-batch. With float8, the number of tokens of a micro-batch must be a multiple of 16
-    (fa_train.preflight.require_float8).
+    The number of rows per step stays the same. With float8, the number of tokens of a micro-batch must be a multiple of
+    16 (fa_train.preflight.require_float8).
     """
     run = plan.run
     counts = [n for n in range(run.rows - 1, 0, -1) if run.rows % n == 0]
     if run.float8:
         counts = [n for n in counts if run.seq_len * n % MULTIPLE == 0]
-    fewer = [([f"data.micro_batch_size={n}"], resized(plan, rows=n, accumulates=True)) for n in counts]
-    return [([], plan), *fewer]
+    return [plan, *(resized(plan, rows=n, accumulates=True) for n in counts)]
 
 
-def _changes(plan: Plan, attention: str) -> list[Change]:
-    """Returns changes of loss_chunk, head_groups, optimizer and precision that save memory, the cheapest first.
+def _with_smaller_tensors(plan: Plan, attention: str) -> list[Plan]:
+    """Returns the plan with other values of loss_chunk, head_groups, optimizer and precision, the cheapest first.
 
-    attention: as in next_lever. The first change is UNCHANGED.
+    attention: as in next_lever. The first plan is `plan`. fa_train.early_checks.require_head_groups refuses head_groups
+    without strategy.context, and with other attention than flash.
     """
-    kinds = (_number_formats(plan.run), _head_groups(plan, attention), _loss_chunks(plan.run))
+    run, heads = plan.run, plan.model.heads.kv
+    groups = [run.head_groups]
+    if run.context > 1 and run.head_groups != heads and attention == "flash":
+        groups += [heads]
     return [
-        ([*of_chunk, *of_groups, *of_formats], formats | groups | chunk)
-        for (of_formats, formats), (of_groups, groups), (of_chunk, chunk) in product(*kinds)
+        resized(plan, optimizer=optimizer, precision=precision, head_groups=head_groups, loss_chunk=loss_chunk)
+        for (optimizer, precision), head_groups, loss_chunk in product(_formats(run), groups, _loss_chunks(run))
     ]
 
 
-def _loss_chunks(run: RunSize) -> list[Change]:
-    """Returns the changes of loss_chunk. A chunk of at most LOSS_CHUNK tokens stays as it is."""
-    smaller: list[Change] = [([f"memory.loss.chunk_size={LOSS_CHUNK}"], {"loss_chunk": LOSS_CHUNK})]
-    return [UNCHANGED, *(smaller if run.loss_chunk > LOSS_CHUNK else [])]
+def _loss_chunks(run: RunSize) -> list[int]:
+    """Returns the run's loss_chunk, and also LOSS_CHUNK if it is smaller."""
+    return [run.loss_chunk, LOSS_CHUNK] if run.loss_chunk > LOSS_CHUNK else [run.loss_chunk]
 
 
-def _head_groups(plan: Plan, attention: str) -> list[Change]:
-    """Returns the changes of head_groups that fa_train.early_checks.require_head_groups supports."""
-    heads = plan.model.heads.kv
-    if plan.run.context == 1 or plan.run.head_groups == heads or attention != "flash":
-        return [UNCHANGED]
-    return [UNCHANGED, ([f"strategy.head_groups={heads}"], {"head_groups": heads})]
-
-
-def _number_formats(run: RunSize) -> list[Change]:
-    """Returns changes of optimizer and precision.
+def _formats(run: RunSize) -> list[tuple[OptimizerKind, Precision]]:
+    """Returns the run's optimizer and precision, and then those that need less memory.
 
     adamw_master and adamw_bf16 train only bf16 weights, so they cannot train adapters, which stay in fp32.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
     """
-    changes = [UNCHANGED]
+    formats: list[tuple[OptimizerKind, Precision]] = [(run.optimizer, run.precision)]
     if run.optimizer == "adamw" and run.precision == "bf16-mixed" and run.adapters is None:
-        changes += [_change(run, "adamw_master", "bf16-true")]
+        formats += [("adamw_master", "bf16-true")]
     if run.ranks > 1:
         if run.precision != "bf16-true" or run.optimizer == "adamw_master":
-            changes += [_change(run, "adamw" if run.adapters else "adamw_bf16", "bf16-true")]
-        return changes
+            formats += [("adamw" if run.adapters else "adamw_bf16", "bf16-true")]
+        return formats
     if run.optimizer in ("adamw", "adamw_master"):
-        changes += [_change(run, "adamw_8bit", run.precision), _change(run, "adamw_offload", run.precision)]
+        formats += [("adamw_8bit", run.precision), ("adamw_offload", run.precision)]
     if run.precision != "bf16-true":
-        changes += [_change(run, "adamw_8bit", "bf16-true")]
-    return changes
-
-
-def _change(run: RunSize, optimizer: OptimizerKind, precision: Precision) -> Change:
-    """Returns the change that sets `optimizer` and `precision`.
-
-    A setting gets an override only if its value differs from the value in `run`.
-    """
-    overrides = [f"optimizer={optimizer}"] if optimizer != run.optimizer else []
-    overrides += [f"trainer.precision={precision}"] if precision != run.precision else []
-    return overrides, {"optimizer": optimizer, "precision": precision}
+        formats += [("adamw_8bit", "bf16-true")]
+    return formats

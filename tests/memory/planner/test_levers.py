@@ -47,6 +47,7 @@ def test_nothing_fits_into_nothing():
 
 
 def test_every_lever_saves_memory_and_none_is_free():
+    assert len(set(COMBINATIONS)) == 3 * 2 * 2 + 2
     base = changed(LLAMA_1B, seq_len=2**17)
     none = predict(base).gpu_bytes
     for levers in COMBINATIONS[1:]:
@@ -289,11 +290,10 @@ def test_levers_with_dropout_are_those_that_lora_accepts():
     assert not any("mlp_chunk=16384" in text or "checkpointing=" in text for text in advice)
 
 
-def test_levers_are_told_as_overrides():
-    ours, theirs = Levers("full", True, 16384), GPT2.levers
-    assert ours.overrides(theirs) == ["memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=16384"]
-    assert theirs.overrides(ours)[1:] == ["memory.offload=false", "memory.mlp_chunk=null"]
-    assert len(set(COMBINATIONS)) == 3 * 2 * 2 + 2
+def test_advice_names_only_settings_that_change_and_turns_levers_off():
+    offloaded = changed(LLAMA_1B, seq_len=2**14, offload=True, mlp_chunk=16384)
+    assert next_lever(offloaded, H200, host_bytes=0) == "memory.offload=false memory.mlp_chunk=null"
+    assert next_lever(changed(offloaded, mlp_chunk=None), H200, host_bytes=0) == "memory.offload=false"
 
 
 def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
