@@ -7,6 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from fa_train.parallel.ctrl_c import ctrl_c_ends_at_once, ctrl_c_raises
+
+if __name__ == "__main__":
+    ctrl_c_ends_at_once()  # called before the other imports, which take a second
+
 import hydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -18,7 +23,7 @@ from fa_train.cuda_driver import has_gpu
 from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.output import outlive_readers, replace_unprintable
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
-from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
+from fa_train.parallel.failures import failures_reported
 from fa_train.parallel.ranks import end_with_launcher, is_one_of_several, is_started_by_train_py, ranks_to_start
 from fa_train.run_config import (
     check,
@@ -130,7 +135,6 @@ if __name__ == "__main__":
     replace_unprintable()
     if is_started_by_train_py():
         end_with_launcher()
-    ctrl_c_ends_at_once()
     with mistakes_reported():
         try:
             require_form(sys.argv[1:])

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import yaml
 
 from fa_train.config_options import COPIED_NODES, OTHER_NAMES, in_quotes, options, options_with
+from fa_train.parallel.ctrl_c import INTERRUPTED
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no space left, or the user's quota is used up
 # no permission, a read-only file system, or a path below a file
 UNUSABLE = (errno.EACCES, errno.EROFS, errno.ENOTDIR)
-INTERRUPTED = "interrupted"  # printed if Ctrl-C ends a program before training has started
 
 
 class DivergedError(RuntimeError):

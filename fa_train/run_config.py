@@ -32,8 +32,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 
 from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
+from fa_train.parallel.ctrl_c import ctrl_c_raises
 from fa_train.parallel.decisions import compared_by_rank_zero, decided_by_rank_zero
-from fa_train.parallel.failures import ctrl_c_raises
 from fa_train.parallel.ranks import is_started_by_train_py, launcher_decisions, world_size
 
 OF_LAUNCHER = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")  # overrides that ranks must not get

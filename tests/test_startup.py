@@ -63,6 +63,13 @@ def test_a_run_does_not_import_the_libraries_of_other_settings(tmp_path):
     assert not imported & {"datasets", "liger_kernel", "tensorboard", "torchao", "wandb"}
 
 
+def test_ctrl_c_while_modules_are_imported_prints_one_line(tmp_path):
+    (tmp_path / "hydra.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")  # imported first
+    environment = quiet_environment() | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    done = subprocess.run([sys.executable, TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():
     assert torch_cuda_version() == torch.version.cuda
     assert has_gpu() == torch.cuda.is_available()

@@ -3,6 +3,7 @@
 | file | what it does | when |
 |:--|:--|:--|
 | ranks.py | says whether this process is a launcher, a rank or the only process | at the start |
+| ctrl_c.py | makes Ctrl-C end a program at once while it starts | at the start |
 | launch.py | starts one process per rank, and forwards signals to the ranks | in the launcher |
 | decisions.py, rank_store.py | let rank 0 decide for all ranks, before the process group exists | at the start |
 | communication.py | sets NCCL's timeout and the priority of its kernels | before the process group exists |

@@ -15,10 +15,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NoReturn
 
-from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain, is_of_disk
+from fa_train.errors import SHOW_TRACEBACK, OutOfMemoryError, explain, is_of_disk
+from fa_train.parallel.ctrl_c import INTERRUPTED
 from fa_train.parallel.ranks import given_rank, is_one_of_several, is_started_by_train_py
 
 Kind = Literal["mistake", "out of memory", "lost connection", "exit", "disk", "error"]
@@ -58,28 +58,6 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 def signals_to_handle() -> list[signal.Signals]:
     """Returns the signals of `STOPPING`, without SIGHUP if the process ignores it, for example because of nohup."""
     return [x for x in STOPPING if x != signal.SIGHUP or signal.getsignal(x) != signal.SIG_IGN]
-
-
-def ctrl_c_ends_at_once() -> None:
-    """Makes Ctrl-C end this process at once. A process prints one line before it ends, unless its rank is above 0.
-
-    While the program starts, libraries can swallow a KeyboardInterrupt. If the process already ignores Ctrl-C, nothing
-    changes.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
-
-
-def ctrl_c_raises() -> None:
-    """Undoes `ctrl_c_ends_at_once`: Ctrl-C raises KeyboardInterrupt, so that the program cleans up."""
-    if signal.getsignal(signal.SIGINT) is _end_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    if given_rank() in (None, "0"):  # print is not safe in a signal handler
-        os.write(2, f"{INTERRUPTED}\n".encode())
-    os._exit(128 + signum)
 
 
 def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> NoReturn:

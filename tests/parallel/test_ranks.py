@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fa_train import run_config, training
 from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.errors import DivergedError, OutOfMemoryError, RankFailedError
-from fa_train.parallel import communication, failures, launch, rank_store
+from fa_train.parallel import communication, ctrl_c, failures, launch, rank_store
 from fa_train.parallel.failures import failures_reported, kind_of
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import DECISIONS, ranks_to_start
@@ -236,13 +236,13 @@ def test_ctrl_c_at_the_start_cannot_be_swallowed(environment, capfd):
     environment.setattr(os, "_exit", exits.append)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        failures.ctrl_c_ends_at_once()
+        ctrl_c.ctrl_c_ends_at_once()
         signal.raise_signal(signal.SIGINT)
         assert exits == [130] and capfd.readouterr().err == "interrupted\n"
-        failures.ctrl_c_raises()
+        ctrl_c.ctrl_c_raises()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        failures.ctrl_c_ends_at_once()
+        ctrl_c.ctrl_c_ends_at_once()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, handler)
