@@ -32,6 +32,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     require_logger(trainer.get("logger"))
     if config.get("epochs") is not None and choices["data"] == "mix":
         raise ValueError("epochs needs one dataset; got data=mix. Set max_steps instead")
+    require_64_bits(config["seq_len"], config["max_steps"], config["batch_size"])
     require_device_count(trainer.get("devices", "auto"), trainer.get("accelerator", "auto"))
     require_world_size(trainer, world_size)
     require_groups(world_size, context)
@@ -94,6 +95,13 @@ def require_checkpoint_name(pretrained: str | None, key: str = "model.pretrained
     elif path.exists() or not HUB_NAME.fullmatch(pretrained):
         found = "which is a file" if path.exists() else "which does not exist"
         raise ValueError(f"{wanted}; got {pretrained}, {found}")
+
+
+def require_64_bits(seq_len: int, max_steps: int, batch_size: int) -> None:
+    """Raises: ValueError if seq_len or the number of rows of the run is too large for a 64-bit integer."""
+    for name, number in (("seq_len", seq_len), ("max_steps * batch_size", max_steps * batch_size)):
+        if number >= 2**63:
+            raise ValueError(f"{name} must be less than 2**63; got {number}")
 
 
 def require_groups(world_size: int, context: int) -> None:

@@ -229,7 +229,9 @@ def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModu
     """
     if not isinstance(data, PackedDataModule):
         raise ValueError(f"epochs needs a PackedDataModule; got a {type(data).__name__}. Set max_steps instead")
-    cfg.max_steps = data.max_steps = trainer.fit_loop.epoch_loop.max_steps = data.steps_of(cfg.epochs)
+    steps = data.steps_of(cfg.epochs)
+    early_checks.require_64_bits(cfg.seq_len, steps, cfg.batch_size)
+    cfg.max_steps = data.max_steps = trainer.fit_loop.epoch_loop.max_steps = steps
 
 
 def correct_wandb_arguments(logger: WandbLogger, *, has_resume: bool) -> None:

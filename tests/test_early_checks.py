@@ -34,6 +34,11 @@ SHARDED = ("strategy=fsdp", "trainer.devices=2")
             ["strategy=fsdp", "trainer.devices=4", "strategy.context=2", "data.micro_batch_size=3"],
             r"a multiple of 6 \(data.micro_batch_size=3 \* 4 processes / strategy.context=2\); got 4", id="batch-sp",
         ),
+        pytest.param(
+            [f"max_steps={10**18}", "batch_size=100"], rf"max_steps \* batch_size must be .* 2\*\*63; got {10**20}$",
+            id="rows",
+        ),
+        pytest.param([f"seq_len={2**63}"], rf"seq_len must be less than 2\*\*63; got {2**63}$", id="seq-len"),
         pytest.param(["strategy=fsdp"], "strategy=fsdp needs at least 2 devices; got 1", id="fsdp-alone"),
         pytest.param([*SHARDED, "strategy.replicas=2"], "strategy.replicas must divide the 2 devices", id="replicas"),
         pytest.param([*SHARDED, "adapter=qlora"], "strategy=fsdp cannot shard 4-bit weights", id="qlora"),

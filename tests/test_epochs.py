@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 
 from fa_train import training
+from fa_train.data.datamodule import PackedDataModule
 from fa_train.early_checks import require_runnable
 from tests.support.training import column, composed, tiny
 
@@ -51,3 +52,15 @@ def test_a_mixture_has_no_epochs():
 def test_other_data_modules_have_no_epochs():
     with pytest.raises(ValueError, match="epochs needs a PackedDataModule; got a LightningDataModule"):
         training.fill_in_steps(SimpleNamespace(epochs=1), SimpleNamespace(), L.LightningDataModule())
+
+
+def test_the_rows_of_all_epochs_are_counted_in_64_bits():
+    class Data(PackedDataModule):
+        def __init__(self) -> None: ...
+
+        def steps_of(self, epochs: float) -> int:
+            return 2**62
+
+    config = SimpleNamespace(epochs=1e18, seq_len=8, batch_size=4)
+    with pytest.raises(ValueError, match=rf"max_steps \* batch_size must be less than 2\*\*63; got {2**64}"):
+        training.fill_in_steps(config, SimpleNamespace(), Data())
