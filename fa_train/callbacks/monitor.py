@@ -68,10 +68,10 @@ class Monitor(Callback):
     A log is pending until the host has read its values. A pending log is finished before a validation, before a
     checkpoint and at the end of a run. With several ranks, a log also needs one small collective, which does not use
     the GPUs. The last step of a run that stops early is logged without perf/*.
-    `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
-    `tokens`, the number of tokens that the model has been trained on. `tokens` and perf/tokens_per_s include padding. A
-    checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its
-    x-axis. The metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the
+    `latest` holds the newest value of each metric. `latest_step` is the step of the newest log, and `of_latest_step` has
+    the metrics of this step only. Every log contains `tokens`, the number of tokens that the model has been trained on.
+    `tokens` and perf/tokens_per_s include padding. A checkpoint stores `tokens`, and a resumed run continues to count
+    from the stored number. W&B uses `tokens` as its x-axis. The metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the
     device's peak FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: if this number of consecutive steps was skipped, Monitor ends the run at the next logged step.
     None sets no limit.
@@ -88,6 +88,7 @@ class Monitor(Callback):
         self.max_skipped_steps = max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
+        self.of_latest_step: dict[str, float] = {}
         self.val_step: int | None = None  # the step of the newest val/loss
         self.has_diverged = False  # True if on_exception finds that the run has diverged
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
@@ -320,6 +321,7 @@ class Monitor(Callback):
         """Logs `metrics` and the metric `tokens`, which is the number of tokens in the first `step` optimizer steps."""
         metrics = metrics | {"tokens": self.tokens_by(step)}
         self.latest |= metrics
+        self.of_latest_step = (self.of_latest_step if step == self.latest_step else {}) | metrics
         self.latest_step = step
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)

@@ -76,7 +76,9 @@ class StepProgress(ProgressBar):
         monitor = monitor_of(trainer)
         description = describe(monitor.latest, monitor.older_val_step)
         self._bar.update(self._task, completed=trainer.global_step, description=description)
-        measured = describe({name: value for name, value in monitor.latest.items() if name != "val/loss"})
+        measured = describe({name: value for name, value in monitor.of_latest_step.items() if name != "val/loss"})
+        if not measured:  # the newest log is of a validation
+            return
         if self._lines and measured != self._shown:
             print(f"step {monitor.latest_step}/{trainer.max_steps}  {measured}", flush=True)
         self._shown = measured

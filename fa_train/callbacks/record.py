@@ -57,7 +57,7 @@ class Record(Callback):
         if trainer.global_step < trainer.max_steps:
             trainer.print(f"stopped after step {trainer.global_step} of {trainer.max_steps}: {reason_of_end(trainer)}")
         monitor = monitor_of(trainer)
-        measured = describe(monitor.summary(), monitor.older_val_step)
+        measured = describe(monitor.summary(), monitor.older_val_step) or "no step was trained"
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
             _finalize(trainer)

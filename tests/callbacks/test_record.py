@@ -159,7 +159,18 @@ def test_a_run_that_ends_early_says_why_and_logs_the_loss_of_its_last_step(
     with composed(tmp_path, *tiny(tmp_path, *settings)) as cfg:
         result = training.train(cfg)
     assert ("train/loss" in result) == has_loss
-    assert re.search(f"^stopped after {reason}$", capsys.readouterr().out, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert re.search(f"^stopped after {reason}$", printed, re.MULTILINE)
+    assert ("\ndone: no step was trained\n" in printed) != has_loss
+
+
+@pytest.mark.slow
+def test_the_line_of_the_last_step_of_a_run_that_ends_early_has_no_metric_of_an_older_step(tmp_path, capsys):
+    settings = "max_steps=4", "trainer.val_check_interval=3", "trainer.log_every_n_steps=2"
+    with composed(tmp_path, *tiny(tmp_path, *settings, f"+callbacks.early={EARLY}")) as cfg:
+        training.train(cfg)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert "tokens/s" in lines[0] and all(len(line.split()) == 4 for line in lines[1:]), lines
 
 
 @pytest.mark.slow
