@@ -221,7 +221,7 @@ def test_the_card_has_the_losses_of_the_checkpoint(scratch, tmp_path):
     assert later.partition("| | |")[2] == own.partition("| | |")[2] and "| Validation loss" in own
 
 
-def test_the_card_links_to_a_base_on_the_hub():
+def test_the_card_links_to_a_base_on_the_hub_and_counts_parameters():
     config = {
         "model": {"pretrained": "HuggingFaceTB/SmolLM2-135M"}, "seq_len": 64, "batch_size": 4, "seed": 0,
         "choices": {"data": "sft"}, "data": {"path": "hf:/data/owner/chats:train"},
@@ -230,6 +230,8 @@ def test_the_card_links_to_a_base_on_the_hub():
     assert "\nbase_model: HuggingFaceTB/SmolLM2-135M\n" in card and "| Data | sft: hf:chats:train |" in card
     without = model_card("run", config, 3, {}, 10, adapter=False, has_tokenizer=False)
     assert "AutoTokenizer.from_pretrained(" in card and "AutoTokenizer" not in without
+    large = model_card("run", config, 3, {}, 134_515_008, adapter=False, has_tokenizer=True)
+    assert "| Parameters | 10 |" in card and "| Parameters | 134.5M |" in large
 
 
 def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):

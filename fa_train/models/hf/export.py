@@ -272,7 +272,7 @@ def model_card(
     title = f"{Path(base).name}, fine-tuned" if base else name
     rows = {
         "Base model": base or "none: trained from scratch",
-        "Parameters": f"{parameters / 1e6:,.1f}M",
+        "Parameters": f"{parameters / 1e6:,.1f}M" if parameters >= 1e6 else f"{parameters:,}",
         "Data": _data(config),
         "Optimizer steps": f"{step:,}",
         "Sequence length": f"{config['seq_len']:,} tokens",
