@@ -22,7 +22,7 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "7"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
+VALIDITY = "8"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("tool", "system", "developer")  # without an empty one, some templates add a system prompt
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
@@ -36,6 +36,7 @@ SYSTEM = ("system", "system_prompt")  # optional columns with a system prompt; t
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of LLaVA, LLaMA-Factory and TRL
 MARKS = ("label", "kto_tag")  # columns of datasets for KTO, in which false marks an answer to avoid
+NO_MEDIA = ("", "[]", "[null]", "null")  # texts without a name of a file; a .csv file holds lists as texts
 FALSE = ("false", "0", "0.0")  # how false can be written: as a text in lower case, or as a number
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
@@ -227,7 +228,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
 def _require_usable(row: Mapping[str, Any], where: str) -> None:
     """Raises: ValueError if a row has images, videos, audio or functions, or its answer is marked as one to avoid."""
     for name in MEDIA:
-        if row.get(name):
+        if _holds_media(row.get(name)):
             raise ValueError(
                 f"a chat must have only text; {where} has the column {name}. Remove the column to train without it"
             )
@@ -242,6 +243,15 @@ def _require_usable(row: Mapping[str, Any], where: str) -> None:
                 f"{name} must be true or absent, because false marks an answer to avoid; {where} has {row[name]!r}. "
                 f"Rename {name} if it has another meaning"
             )
+
+
+def _holds_media(value: Any) -> bool:
+    """Returns whether the value of a column in `MEDIA` has anything except nulls and empty texts."""
+    if isinstance(value, str):
+        return value.strip() not in NO_MEDIA
+    if isinstance(value, list | dict):
+        return any(map(_holds_media, value.values() if isinstance(value, dict) else value))
+    return bool(value)
 
 
 def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:

@@ -36,6 +36,8 @@ def test_all_formats_give_the_same_chat():
         PAIR | {"tools": None, "id": 3, "label": True, "images": [], "image": None},
         alpaca | {"kto_tag": "true", "label": 0, "image": ""},
         alpaca | {"label": "0"},
+        alpaca | {"images": [None], "image": {"bytes": None, "path": None}},
+        alpaca | {"images": "[]", "audios": "null", "videos": [""], "video": " "},
     ]
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs, unsloth, nulls):
         chat = parse_chat(row, "")
@@ -282,6 +284,8 @@ def with_message(**changes):
             "must end with an answer; .*line 2 has it only in the column chosen",
         ),
         (PAIR | {"images": ["a.jpg"]}, "a chat must have only text; .*line 2 has the column images. Remove"),
+        (PAIR | {"images": '["a.jpg"]'}, "a chat must have only text; .*line 2 has the column images. Remove"),
+        (PAIR | {"images": [None, {"path": "a.jpg"}]}, "must have only text; .*line 2 has the column images. Remove"),
         (PAIR | {"chat_template_kwargs": ["f"]}, r"chat_template_kwargs must be an object; .*line 2 has \['f'\]"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "a role must be one of .*message 0 has 'alien'"),
