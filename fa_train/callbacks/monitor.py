@@ -68,11 +68,12 @@ class Monitor(Callback):
     A log is pending until the host has read its values. A pending log is finished before a validation, before a
     checkpoint and at the end of a run. With several ranks, a log also needs one small collective, which does not use
     the GPUs. The last step of a run that stops early is logged without perf/*.
-    `latest` holds the newest value of each metric. `latest_step` is the step of the newest log, and `of_latest_step` has
-    the metrics of this step only. Every log contains `tokens`, the number of tokens that the model has been trained on.
-    `tokens` and perf/tokens_per_s include padding. A checkpoint stores `tokens`, and a resumed run continues to count
-    from the stored number. W&B uses `tokens` as its x-axis. The metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the
-    device's peak FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
+    `latest` holds the newest value of each metric. `latest_step` is the step of the newest log, and `of_latest_step`
+    has the metrics of this step only. Every log contains `tokens`, the number of tokens that the model has been trained
+    on. `tokens` and perf/tokens_per_s include padding. A checkpoint stores `tokens`, and a resumed run continues to
+    count from the stored number. W&B uses `tokens` as its x-axis. The metrics perf/* cover the steps since the previous
+    log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown. train/skipped_steps is the
+    number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: if this number of consecutive steps was skipped, Monitor ends the run at the next logged step.
     None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and

@@ -5,8 +5,9 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ class Record(Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._first_step = math.inf
+        for logger in trainer.loggers:
+            _set_finalize(logger, partial(_finalize, trainer, logger, logger.finalize))
         if run := wandb_run(trainer):
             run.define_metric("tokens")
             run.define_metric("*", step_metric="tokens", step_sync=True)
@@ -60,7 +63,9 @@ class Record(Callback):
         measured = describe(monitor.summary(), monitor.older_val_step) or "no step was trained"
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
-            _finalize(trainer)
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):  # uploads checkpoints; after run.finish no upload is possible
+                    logger.finalize("success")
             _close(run, trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -154,18 +159,21 @@ def log_config(logger: Logger, config: dict[str, Any]) -> None:
         raise
 
 
-def _finalize(trainer: L.Trainer) -> None:
-    """Lets each logger finish, or prints an error. A logger that fails is removed.
+def _finalize(trainer: L.Trainer, logger: Logger, finalize: Callable[[str], None], status: str) -> None:
+    """Lets a logger finish, or prints an error. After an error, later calls of logger.finalize do nothing.
 
-    With log_model, WandbLogger.finalize uploads checkpoints, and after run.finish no upload is possible. At the end of
-    a run, Lightning calls `finalize` of each logger again, and a second error would prevent the export.
+    Lightning calls logger.finalize at the end of a run. An exception there would prevent the export, or replace the
+    error that has ended the run.
     """
-    for logger in [*trainer.loggers]:
-        try:
-            logger.finalize("success")
-        except Exception as error:
-            trainer.loggers = [other for other in trainer.loggers if other is not logger]
-            trainer.print(f"error: {type(logger).__name__} did not finish: {type(error).__name__}: {error}")
+    try:
+        finalize(status)
+    except Exception as error:
+        _set_finalize(logger, lambda status: None)
+        trainer.print(f"error: {type(logger).__name__} did not finish: {type(error).__name__}: {error}")
+
+
+def _set_finalize(logger: Logger, finalize: Callable[[str], None]) -> None:
+    setattr(logger, "finalize", finalize)  # noqa: B010  mypy allows no assignment to a method
 
 
 def _close(run: "wandb.Run", trainer: L.Trainer, exit_code: int = 0) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import wandb
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from wandb.sdk.artifacts.staging import get_staging_dir
 
@@ -35,7 +35,7 @@ def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
     fake = Mock()  # a run of W&B
     fake.log = lambda _: get_staging_dir()
     monkeypatch.setattr(record, "wandb_run", lambda _: fake)
-    trainer = Mock()
+    trainer = Mock(loggers=[])
     trainer.datamodule.packing_report().charts.return_value = {}
     with pytest.raises(ValueError, match=r"wandb needs a folder .* /dev/null/wandb/.* set WANDB_DATA_DIR"):
         Record().on_fit_start(trainer, pl_module=Mock())
@@ -47,7 +47,7 @@ def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
 def test_a_run_says_where_wandb_records_it_unless_wandb_is_disabled(mode, printed, monkeypatch):
     fake = Mock(disabled=mode == "disabled", offline=mode == "offline", url="url", settings=Mock(sync_dir="folder"))
     monkeypatch.setattr(record, "wandb_run", lambda _: fake)
-    trainer = Mock()
+    trainer = Mock(loggers=[])
     trainer.datamodule.packing_report().charts.return_value = {}
     Record().on_fit_start(trainer, pl_module=Mock())
     assert [call.args[0] for call in trainer.print.call_args_list] == printed
@@ -104,16 +104,37 @@ def test_only_local_folders_of_loggers_are_created(folder, tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["mine"] * (str(folder) == "mine")
 
 
-def test_a_logger_that_cannot_finish_is_removed_and_only_prints_an_error(monkeypatch):
-    """If the logger stayed, Lightning would call its finalize again, and the error would prevent the export."""
-    fake, fails, other = Mock(), Mock(), Mock()
-    fails.finalize.side_effect = OSError(28, "No space left on device")
-    trainer = Mock(is_global_zero=False, loggers=[fails, other], global_step=1, max_steps=1)
+def test_a_wandb_logger_that_cannot_finish_only_prints_an_error(monkeypatch):
+    finalize = Mock(side_effect=OSError(28, "No space left on device"))
+    logger, other, fake = Mock(spec=WandbLogger, finalize=finalize), Mock(), Mock(disabled=True)
+    trainer = Mock(is_global_zero=False, loggers=[logger, other], global_step=1, max_steps=1)
+    trainer.datamodule.packing_report.return_value = Mock(charts=dict)
     monkeypatch.setattr(record, "wandb_run", lambda _: fake)
     monkeypatch.setattr(record, "monitor_of", lambda _: Mock(summary=dict))
-    Record().on_fit_end(trainer, None)
-    assert trainer.loggers == [other] and other.finalize.called and fake.finish.called
-    assert "Mock did not finish: OSError: [Errno 28]" in trainer.print.call_args.args[0]
+    callback = Record()
+    callback.on_fit_start(trainer, None)
+    callback.on_fit_end(trainer, None)
+    assert "Mock did not finish: OSError: [Errno 28]" in trainer.print.call_args.args[0] and fake.finish.called
+    logger.finalize("success")  # as Lightning does
+    assert finalize.call_count == trainer.print.call_count - 1 == 1
+
+
+class CannotFinish(CSVLogger):
+    def finalize(self, status: str) -> None:
+        raise RuntimeError("a user's logger")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True], ids=["finished", "failed"])
+def test_a_logger_that_cannot_finish_prevents_no_export_and_hides_no_error(fails, tmp_path, capsys):
+    overrides = ["max_steps=2", "export=true", "model=llama_1b", f"logger._target_={__name__}.CannotFinish"]
+    if fails:
+        with pytest.raises(RuntimeError, match="the first error"):
+            run(tmp_path, *overrides, f"+callbacks.fails._target_={__name__}.Fails")
+    else:
+        _, folder = run(tmp_path, *overrides)
+        assert (folder / "exported/config.json").exists()
+    assert capsys.readouterr().out.count("error: CannotFinish did not finish: RuntimeError: a user's logger\n") == 1
 
 
 def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
