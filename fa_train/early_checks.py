@@ -45,8 +45,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     if config["lit_gpt"].get("float8") is not None:
         require_float8_settings(precision, sharded=sharded, compiled=config["lit_gpt"].get("compile_model", False))
     if sharded:
-        quantized, samples = adapter.get("quantization") is not None, config["callbacks"].get("sample") is not None
-        require_shardable(optimizer, context, quantized=quantized, samples=samples)
+        require_shardable(optimizer, quantized=adapter.get("quantization") is not None)
         require_head_groups(strategy.get("head_groups", 1), context, choices["attention"])
         require_no_upload(config["logger"])
 
@@ -158,12 +157,10 @@ def require_trained_weights(optimizer: str, precision: str, *, has_adapters: boo
         raise ValueError(f"optimizer={optimizer} needs trainer.precision=bf16-true; got {precision}")
 
 
-def require_shardable(optimizer: str, context: int, *, quantized: bool, samples: bool) -> None:
-    """Checks that strategy=fsdp supports the run.
+def require_shardable(optimizer: str, *, quantized: bool) -> None:
+    """Checks that strategy=fsdp supports the run. quantized: whether weights have 4 bits.
 
-    quantized: whether weights have 4 bits. samples: whether callbacks.sample is set. With strategy.context,
-    callbacks.sample is refused, because the tokens of generated text cannot be divided among ranks.
-    Raises: ValueError if a part of the run cannot be sharded.
+    Raises: ValueError if the weights or the state of the optimizer cannot be sharded.
     """
     if quantized:
         raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
@@ -172,8 +169,6 @@ def require_shardable(optimizer: str, context: int, *, quantized: bool, samples:
             "strategy=fsdp needs optimizer=adamw, or optimizer=adamw_master or adamw_bf16 with "
             f"trainer.precision=bf16-true; got {optimizer}"
         )
-    if samples and context > 1:
-        raise ValueError(f"strategy.context={context} needs callbacks.sample=null; got a callback")
 
 
 def require_head_groups(groups: int, context: int, attention: str) -> None:

@@ -115,8 +115,7 @@ def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Opti
         float8=lit_gpt.get("float8") is not None,
     )
     plan = Plan(model.config, model.memory.levers, run)
-    samples = config["callbacks"].get("sample") is not None
-    require_settings(plan, config["choices"]["attention"], sharded=sharded, samples=samples)
+    require_settings(plan, config["choices"]["attention"], sharded=sharded)
     if run.float8:
         require_float8(model, run, sharded=sharded)
     return plan
@@ -144,11 +143,10 @@ def chooses_reshard(strategy: Mapping[str, Any], attention: str) -> bool:
     return early_checks.is_fsdp(strategy) and strategy["reshard_after_forward"] == "auto" and attention == "flash"
 
 
-def require_settings(plan: Plan, attention: str, *, sharded: bool, samples: bool) -> None:
+def require_settings(plan: Plan, attention: str, *, sharded: bool) -> None:
     """Repeats some checks of fa_train.early_checks, and checks settings that depend on the model.
 
-    attention: the name of the chosen option of conf/attention. sharded: whether the run has strategy=fsdp. samples:
-    whether callbacks.sample is set.
+    attention: the name of the chosen option of conf/attention. sharded: whether the run has strategy=fsdp.
     Raises: ValueError if the run does not support a setting.
     """
     run = plan.run
@@ -156,7 +154,7 @@ def require_settings(plan: Plan, attention: str, *, sharded: bool, samples: bool
     if not sharded:
         return
     quantized = run.adapters is not None and run.adapters.quantized
-    early_checks.require_shardable(run.optimizer, run.context, quantized=quantized, samples=samples)
+    early_checks.require_shardable(run.optimizer, quantized=quantized)
     if plan.model.heads.kv % run.head_groups:
         raise ValueError(
             f"strategy.head_groups must divide the {plan.model.heads.kv} KV heads of the model; got {run.head_groups}"

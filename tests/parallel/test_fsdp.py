@@ -332,10 +332,6 @@ def test_last_is_the_newest_folder(sharded_run):
         pytest.param(["optimizer=adamw_8bit"], "needs optimizer=adamw.* got adamw_8bit", id="8-bit"),
         pytest.param(["strategy.context=3"], "must divide the number of devices, 2; got 3", id="context"),
         pytest.param(["optimizer=adamw_offload"], "needs optimizer=adamw.* got adamw_offload", id="offload"),
-        pytest.param(
-            ["strategy.context=2", "+callbacks.sample._target_=lightning.pytorch.callbacks.LambdaCallback"],
-            "callbacks.sample=null", id="sample-of-a-context",
-        ),
         pytest.param(["strategy.head_groups=1000"], "divide the . KV heads of the model; got 1000", id="head-groups"),
         pytest.param(
             ["strategy.head_groups=2", "attention=flash"], "needs attention=flash and strategy.context",

@@ -22,6 +22,7 @@ from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.memory.support.small import levers, small_gpt
 from tests.parallel.support.sharding import (
+    CONTEXTS,
     MEMORIES,
     RANKS,
     Case,
@@ -165,18 +166,19 @@ def test_ranks_generate_what_one_process_does(results):
 
 
 @pytest.mark.skipif(CHOSEN == "ci", reason="takes seconds: choose SHARDING_CASES=pairwise")
-def test_a_sharded_run_finetunes_samples_and_exports(results):
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_sharded_run_finetunes_samples_and_exports(context, results, tmp_path):
     """The first sample is the checkpoint's greedy answer, and the second is the exported model's greedy answer."""
-    samples = [json.loads(line) for line in (results / "finetuned/samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (results / f"finetuned-{context}/samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 2], "rank 0 writes, and no other rank"
-    with composed(results / "one", *finetune_overrides(results)) as cfg:
+    with composed(tmp_path / "one", *finetune_overrides(results)) as cfg:
         sample = instantiate(cfg.sample)
-    for recorded, folder in zip(samples, ("base", "finetuned/exported"), strict=True):
+    for recorded, folder in zip(samples, ("base", f"finetuned-{context}/exported"), strict=True):
         model = load_pretrained(results / folder, "sdpa")
         trainer = SimpleNamespace(
             is_global_zero=True, precision_plugin=SimpleNamespace(forward_context=nullcontext), print=print,
-            global_step=recorded["step"], default_root_dir=results,
+            global_step=recorded["step"], default_root_dir=tmp_path,
         )  # fmt: skip
         sample(trainer, SimpleNamespace(model=model))
-    again = [json.loads(line) for line in (results / "samples.jsonl").read_text().splitlines()]
+    again = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert again == samples

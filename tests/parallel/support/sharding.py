@@ -32,6 +32,7 @@ from tests.support.training import composed
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
 RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
+CONTEXTS = (1, 2)  # the values of strategy.context with which experiment=finetune runs
 COPIES = {2: "ddp", 4: "hsdp"}  # {number of ranks: a strategy that keeps several copies of the model}
 MEMORIES: dict[str, Memory] = {
     "none": levers(),
@@ -177,10 +178,11 @@ def generated(model: GPT) -> list[list[int]]:
     return [generate(model, **common, **chosen) for chosen in options]
 
 
-def finetune(folder: Path) -> None:
-    run = folder / "finetuned"
+def finetune(folder: Path, context: int) -> None:
+    run = folder / f"finetuned-{context}"
     run.mkdir(exist_ok=True)
-    overrides = [*finetune_overrides(folder), "strategy=fsdp", "trainer.devices=2", "max_steps=2", "logger=csv"]
+    sharded = ["strategy=fsdp", f"strategy.context={context}", "trainer.devices=2"]
+    overrides = [*finetune_overrides(folder), *sharded, "max_steps=2", "logger=csv"]
     with composed(run, *overrides) as cfg:
         training.train(cfg)
 
@@ -217,7 +219,8 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
         model.materialise(torch.device("cpu"))
         Path(folder, f"generated.{rank}.json").write_text(json.dumps(generated(model)))
         if Path(folder, "base").exists():
-            finetune(Path(folder))
+            for context in CONTEXTS:
+                finetune(Path(folder), context)
     dist.destroy_process_group()
 
 
