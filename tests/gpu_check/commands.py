@@ -142,6 +142,12 @@ TWO_GPUS = [
     Command("context-resumed-on-one", resumed(CONTEXT, alone=True), gpus=2),
     Command("fsdp-lora", (f"{CHATS} adapter=lora trainer.devices=2 strategy=fsdp export=true",), gpus=2),
     Command(
+        "context-finetune",
+        (f"{CHATS} trainer.devices=2 strategy=fsdp strategy.context=2 export=true",),
+        says="sample after 8 steps",
+        gpus=2,
+    ),
+    Command(
         "ddp-naive",
         (f"{LLAMA} seq_len=131072 attention=naive model.n_layers=1 trainer.devices=2 batch_size=2",),
         1,
