@@ -6,10 +6,9 @@ not list is an error.
 """
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +118,15 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
     return family
 
 
-def _llama(config: Any) -> dict[str, Any]:
-    """Returns the fields of ModelConfig for Llama. Every family except GPT-2 starts from the fields of Llama."""
+def _llama(config: Any, **features: Any) -> dict[str, Any]:
+    """Returns the fields of ModelConfig for Llama. Every family except GPT-2 starts from the fields of Llama.
+
+    features: fields of Family. They replace the biases that config names.
+    """
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
+    attention_bias = getattr(config, "attention_bias", False)
+    biases = {"qkv_bias": attention_bias, "out_bias": attention_bias, "ffn_bias": getattr(config, "mlp_bias", False)}
+    features = biases | features
     return {
         "vocab_size": config.vocab_size,
         "n_layers": config.num_hidden_layers,
@@ -141,11 +146,7 @@ def _llama(config: Any) -> dict[str, Any]:
         "qk_norm": False,
         "tied": config.tie_word_embeddings,
         "init": "llama",
-        "family": Family(
-            qkv_bias=getattr(config, "attention_bias", False),
-            out_bias=getattr(config, "attention_bias", False),
-            ffn_bias=getattr(config, "mlp_bias", False),
-        ),
+        "family": Family(**features),
     }
 
 
@@ -154,27 +155,23 @@ def _arcee(config: Any) -> dict[str, Any]:
 
 
 def _mistral(config: Any) -> dict[str, Any]:
-    return _llama(config) | {"family": Family(windows=(config.sliding_window,) * config.num_hidden_layers)}
+    return _llama(config, windows=(config.sliding_window,) * config.num_hidden_layers)
 
 
 def _qwen2(config: Any) -> dict[str, Any]:
-    return _llama(config) | {"family": Family(qkv_bias=True, windows=_windows(config))}
+    return _llama(config, qkv_bias=True, windows=_windows(config))
 
 
 def _qwen3(config: Any) -> dict[str, Any]:
-    arguments = _llama(config)
-    return arguments | {"qk_norm": True, "family": dataclasses.replace(arguments["family"], windows=_windows(config))}
+    return _llama(config, windows=_windows(config)) | {"qk_norm": True}
 
 
 def _smollm3(config: Any) -> dict[str, Any]:
-    arguments = _llama(config)
     rotated = tuple(bool(rotates) for rotates in config.no_rope_layers[: config.num_hidden_layers])
-    family = dataclasses.replace(arguments["family"], rope_layers=rotated, windows=_windows(config))
-    return arguments | {"family": family}
+    return _llama(config, rope_layers=rotated, windows=_windows(config))
 
 
-def _gemma2(config: Any) -> dict[str, Any]:
-    arguments = _llama(config)
+def _gemma2(config: Any, **features: Any) -> dict[str, Any]:
     size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has sliding_window_size and sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
@@ -184,16 +181,17 @@ def _gemma2(config: Any) -> dict[str, Any]:
         cap = getattr(config, name)
         if cap is not None and cap <= 0:  # with a cap of 0, transformers computes 0 or NaN instead of the capped values
             raise ValueError(f"{name} must be positive or null; got {cap}")
-    family = dataclasses.replace(
-        arguments["family"],
+    arguments = _llama(
+        config,
         windows=_windows(config),
         softmax_scale=config.query_pre_attn_scalar**-0.5,
         softcap=config.attn_logit_softcapping or 0.0,
         logit_softcap=config.final_logit_softcapping or 0.0,
         embedding_scale=config.hidden_size**0.5,
         post_norms=True,
+        **features,
     )
-    return arguments | {"norm": "offset_rmsnorm", "activation": "geglu", "family": family}
+    return arguments | {"norm": "offset_rmsnorm", "activation": "geglu"}
 
 
 def _gemma3(config: Any) -> dict[str, Any]:
@@ -210,11 +208,7 @@ def _gemma3(config: Any) -> dict[str, Any]:
     if not by_kind.get("truncate", True):  # transformers reads this key, and not that of full_attention
         raise ValueError(f"rope_parameters.truncate must be true or missing; got {json.dumps(by_kind['truncate'])}")
     config.rope_parameters = by_kind["full_attention"]
-    arguments = _gemma2(config)
-    return arguments | {
-        "qk_norm": True,
-        "family": dataclasses.replace(arguments["family"], local_rope_theta=local_theta),
-    }
+    return _gemma2(config, local_rope_theta=local_theta) | {"qk_norm": True}
 
 
 def _gpt2(config: Any) -> dict[str, Any]:
@@ -350,8 +344,8 @@ LLAMA_LAYOUT = Layout(
         "ffn.down": ("mlp.down_proj",),
     },
 )
-ARCEE_LAYOUT = dataclasses.replace(LLAMA_LAYOUT, inner={**LLAMA_LAYOUT.inner, "ffn.up": ("mlp.up_proj",)})
-GEMMA_LAYOUT = dataclasses.replace(
+ARCEE_LAYOUT = replace(LLAMA_LAYOUT, inner={**LLAMA_LAYOUT.inner, "ffn.up": ("mlp.up_proj",)})
+GEMMA_LAYOUT = replace(
     LLAMA_LAYOUT,
     inner={
         **LLAMA_LAYOUT.inner,
