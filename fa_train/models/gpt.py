@@ -1,7 +1,8 @@
 """A pre-norm decoder over a packed stream of tokens, for GPT-2 (2019), Llama (arXiv:2302.13971) and their variants."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from fa_train.memory.offload import Offload
 from fa_train.models.attention import Attention, flash_attention, function_of, require_softcap, soft_capped
 from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
-from fa_train.models.initial import Constant, Distribution, Normal, initialise
+from fa_train.models.initial import draw
 from fa_train.models.norms import NormModule, OffsetRMSNorm, add_and_norm, build_norm, zeros_to_add
 from fa_train.models.origin import Origin
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table
@@ -78,7 +79,7 @@ class GPT(nn.Module):
         with torch.device("meta"):  # torch's own initial values are not needed
             self._add_modules(attention, memory)
         self.register_load_state_dict_post_hook(_tie_loaded)
-        self.initialisers: list[Callable[[GPT], None]] = [GPT.init_weights]
+        self.initialisers: list[Callable[[GPT], None]] = [type(self).init_weights]
         if device.type != "meta":
             self.materialise(device)
 
@@ -259,12 +260,9 @@ class GPT(nn.Module):
             initialiser(self)
 
     def init_weights(self) -> None:
-        """Gives all weights their random initial values. In a sharded model, sets only this rank's rows."""
-        for name, distribution in self._distributions():
-            initialise(self.get_parameter(name), distribution, self.seed, name)
+        """Gives all parameters except those of adapters their initial values.
 
-    def _distributions(self) -> Iterator[tuple[str, Distribution]]:
-        """Yields the initial distribution of each parameter, but not of adapter parameters.
+        If the model is sharded, sets only this rank's rows.
 
         init="gpt2": a normal distribution with standard deviation 0.02, or 0.01 for the position embedding
         (github.com/openai/gpt-2, src/model.py). The weights of attention.out and ffn.down are divided by
@@ -276,14 +274,17 @@ class GPT(nn.Module):
         if self.config.init == "gpt2":
             deviations = {"attention.out": 0.02 / (2 * self.config.n_layers) ** 0.5, "position_embedding": 0.01}
             deviations["ffn.down"] = deviations["attention.out"]
-        for name, _ in self.named_parameters():
+        for name, parameter in self.named_parameters():
             path, _, kind = name.rpartition(".")
             module = self.get_submodule(path)
             if isinstance(module, NormModule):
-                yield name, Constant(float(kind == "weight" and not isinstance(module, OffsetRMSNorm)))
+                nn.init.constant_(parameter, float(kind == "weight" and not isinstance(module, OffsetRMSNorm)))
             elif isinstance(module, nn.Linear | nn.Embedding):
                 std = deviations.get(".".join(path.split(".")[-2:]), 0.02)
-                yield name, Constant(0.0) if kind == "bias" else Normal(std)
+                if kind == "bias":
+                    nn.init.zeros_(parameter)
+                else:
+                    draw(parameter, partial(nn.init.normal_, std=std), self.seed, name)
 
 
 class Block(nn.Module):

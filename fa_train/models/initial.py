@@ -1,4 +1,4 @@
-"""Initial values of parameters.
+"""Random initial values of parameters.
 
 A parameter's values depend on the seed and the parameter's name, not on the number of ranks.
 Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. If a parameter is
@@ -7,7 +7,7 @@ draw different values from the same seed.
 """
 
 import hashlib
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,50 +15,20 @@ from torch import Tensor
 from fa_train.models.shards import own_rows
 
 
-@dataclass(frozen=True)
-class Normal:
-    """A normal distribution with mean 0."""
+class Fill(Protocol):
+    """A function that fills a tensor with random values, such as functools.partial(nn.init.normal_, std=0.02)."""
 
-    std: float
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """A uniform distribution from -bound to bound."""
-
-    bound: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A constant, which becomes the value of all elements."""
-
-    value: float
-
-
-Distribution = Normal | Uniform | Constant
+    def __call__(self, tensor: Tensor, *, generator: torch.Generator) -> Tensor: ...
 
 
 @torch.no_grad()
-def initialise(parameter: Tensor, distribution: Distribution, seed: int, name: str) -> None:
-    """Fills a parameter. If the parameter is sharded, fills only this rank's rows."""
+def draw(parameter: Tensor, fill: Fill, seed: int, name: str) -> None:
+    """Fills a parameter with random values. If the parameter is sharded, fills only this rank's rows."""
     own, rows = own_rows(parameter)
-    if isinstance(distribution, Constant):
-        own.fill_(distribution.value)
-        return
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator(own.device).manual_seed(int.from_bytes(digest[:8], "little"))
     if own.shape == parameter.shape and own.dtype == torch.float32 and own.is_contiguous():
-        _draw_into(own, distribution, seed, name)
+        fill(own, generator=generator)
     else:
         x = torch.empty(parameter.shape, dtype=torch.float32, device=own.device)
-        _draw_into(x, distribution, seed, name)
-        own.copy_(x[rows])
-
-
-def _draw_into(x: Tensor, distribution: Normal | Uniform, seed: int, name: str) -> None:
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest[:8], "little"))
-    match distribution:
-        case Normal(std):
-            x.normal_(std=std, generator=generator)
-        case Uniform(bound):
-            x.uniform_(-bound, bound, generator=generator)
+        own.copy_(fill(x, generator=generator)[rows])

@@ -30,7 +30,7 @@ from fa_train.models.autocast import compute_dtype
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json, save_tensors, write_json
-from fa_train.models.initial import Constant, Uniform, initialise
+from fa_train.models.initial import draw
 from fa_train.models.nf4 import NF4_PARTS, nf4_linear, nf4_weight, quantized
 from fa_train.models.shards import own_rows
 
@@ -273,9 +273,9 @@ def init_adapters(model: GPT) -> None:
     """Draws each A like nn.Linear's weight and sets each B to 0."""
     for path, linear in adapted(model):
         for name in linear.rows:
-            bound = linear.in_features**-0.5
-            initialise(linear.lora_A[name], Uniform(bound), model.seed, f"{path}.lora_A.{name}")
-            initialise(linear.lora_B[name], Constant(0.0), model.seed, f"{path}.lora_B.{name}")
+            uniform = partial(nn.init.uniform_, a=-(linear.in_features**-0.5), b=linear.in_features**-0.5)
+            draw(linear.lora_A[name], uniform, model.seed, f"{path}.lora_A.{name}")
+            nn.init.zeros_(linear.lora_B[name])
 
 
 def adapters_of(model: GPT) -> Adapters | None:

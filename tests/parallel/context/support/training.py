@@ -1,7 +1,6 @@
 """Trains a small model on token streams that are split among ranks, and records losses, gradients and weights."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
-from fa_train.models.initial import Distribution, Normal
+from fa_train.models.initial import draw
 from fa_train.models.rope import document_positions
 from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention
@@ -96,9 +95,11 @@ class SinkGPT(GPT):
         for block in self._blocks():
             block.attention.attend = WithSinks(self.config.n_heads)
 
-    def _distributions(self) -> Iterator[tuple[str, Distribution]]:
-        yield from super()._distributions()
-        yield from ((name, Normal(1.0)) for name, _ in self.named_parameters() if name.endswith("sinks"))
+    def init_weights(self) -> None:
+        super().init_weights()
+        for name, parameter in self.named_parameters():
+            if name.endswith("sinks"):
+                draw(parameter, nn.init.normal_, self.seed, name)
 
     def share_context(self, group: str, head_groups: int = 1) -> None:
         attention = ContextAttention(flash_attention, group, head_groups)
