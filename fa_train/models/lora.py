@@ -31,7 +31,7 @@ from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json, save_tensors, write_json
 from fa_train.models.initial import draw
-from fa_train.models.nf4 import NF4_PARTS, nf4_linear, nf4_weight, quantized
+from fa_train.models.nf4 import NF4_PARTS, nf4_matmul, nf4_weight, quantized
 from fa_train.models.shards import own_rows
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -223,7 +223,8 @@ class LoRALinear(nn.Linear):
     def _base(self, x: Tensor) -> Tensor:
         if not self.nf4:
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = nf4_linear(x, self.weight, *self._nf4_parts(), self.out_features)
+        sizes = self.out_features, self.in_features
+        y: Tensor = nf4_matmul(x, self.weight, *self._nf4_parts(), *sizes, transposed=True)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _nf4_parts(self) -> list[Tensor]:

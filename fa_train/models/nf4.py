@@ -16,10 +16,10 @@ BLOCK, SCALER_BLOCK = 64, 256  # 64 elements share a scale, and up to 256 scales
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 
-# nf4_linear and its backward are operators because torch.compile cannot trace torchao's tensor class. The dequantized
-# weight exists only inside an operator, so compiled code cannot keep the weight from the forward to the backward pass.
-@torch.library.custom_op("fa_train::nf4_linear", mutates_args=())
-def nf4_linear(
+# nf4_matmul is an operator because torch.compile cannot trace torchao's tensor class. The dequantized weight exists
+# only inside the operator, so compiled code cannot keep the weight from the forward to the backward pass.
+@torch.library.custom_op("fa_train::nf4_matmul", mutates_args=())
+def nf4_matmul(
     x: Tensor,
     codes: Tensor,
     quantized_scalers: Tensor,
@@ -27,55 +27,36 @@ def nf4_linear(
     scaler_mean: Tensor,
     nf4: Tensor,
     out_features: int,
-) -> Tensor:
-    """Computes x W^T. The backward pass dequantizes W again.
-
-    Shapes: x (..., in_features) -> (..., out_features). The tensors other than x are the parts of W, as in
-    `nf4_weight`.
-    """
-    parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
-    return F.linear(x, nf4_weight(parts, out_features, x.shape[-1], x.dtype))
-
-
-@nf4_linear.register_fake
-def _nf4_linear_fake(x: Tensor, *arguments: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], arguments[-1])
-
-
-@torch.library.custom_op("fa_train::nf4_linear_backward", mutates_args=())
-def nf4_linear_backward(
-    dy: Tensor,
-    codes: Tensor,
-    quantized_scalers: Tensor,
-    quantization_factor: Tensor,
-    scaler_mean: Tensor,
-    nf4: Tensor,
     in_features: int,
+    transposed: bool,
 ) -> Tensor:
-    """Computes dy W, the gradient of x in `nf4_linear`. The operator has no second derivatives.
+    """Computes x W, or x W^T if `transposed`. The backward pass dequantizes W again.
 
-    Shapes: dy (..., out_features) -> (..., in_features).
+    Shapes: x (..., out_features) -> (..., in_features), or the reverse if `transposed`. The tensors other than x are
+    the parts of W, as in `nf4_weight`.
     """
     parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
-    return dy @ nf4_weight(parts, dy.shape[-1], in_features, dy.dtype)
+    weight = nf4_weight(parts, out_features, in_features, x.dtype)
+    return F.linear(x, weight) if transposed else x @ weight
 
 
-@nf4_linear_backward.register_fake
-def _nf4_linear_backward_fake(dy: Tensor, *arguments: Any) -> Tensor:
-    return dy.new_empty(*dy.shape[:-1], arguments[-1])
+@nf4_matmul.register_fake
+def _nf4_matmul_fake(x: Tensor, *arguments: Any) -> Tensor:
+    *_, out_features, in_features, transposed = arguments
+    return x.new_empty(*x.shape[:-1], out_features if transposed else in_features)
 
 
 def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, *parts, _ = inputs
-    ctx.in_features = x.shape[-1]
+    _, *parts, ctx.out_features, ctx.in_features, ctx.transposed = inputs
     ctx.save_for_backward(*parts)
 
 
 def _gradient_of_x(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return nf4_linear_backward(dy, *ctx.saved_tensors, ctx.in_features), None, None, None, None, None, None
+    dx = nf4_matmul(dy, *ctx.saved_tensors, ctx.out_features, ctx.in_features, not ctx.transposed)
+    return dx, *[None] * 8
 
 
-nf4_linear.register_autograd(_gradient_of_x, setup_context=_save_parts)
+nf4_matmul.register_autograd(_gradient_of_x, setup_context=_save_parts)
 
 
 def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:

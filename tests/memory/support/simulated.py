@@ -92,14 +92,11 @@ def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     return dq, dk, dv, lse.new_empty(0)
 
 
-def _nf4_linear(x, *arguments):
+def _nf4_matmul(x, *arguments):
     """Allocates the dequantized weight and the result, as on a GPU."""
-    weight = torch.empty(arguments[-1], x.shape[-1], dtype=x.dtype)
-    return F.linear(x, weight)
-
-
-def _nf4_linear_backward(dy, *arguments):
-    return dy @ torch.empty(dy.shape[-1], arguments[-1], dtype=dy.dtype)
+    *_, out_features, in_features, transposed = arguments
+    weight = torch.empty(out_features, in_features, dtype=x.dtype)
+    return F.linear(x, weight) if transposed else x @ weight
 
 
 HOST = "meta"  # in the simulation, the device "cpu" stands for the GPU, and the device "meta" for the host
@@ -109,8 +106,7 @@ INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.mlp_forward.default: mlp_forward._init_fn,
     torch.ops.fa_train.mlp_backward.default: mlp_backward._init_fn,
     torch.ops.flash_attention.backward.default: _attention_backward,
-    torch.ops.fa_train.nf4_linear.default: _nf4_linear,
-    torch.ops.fa_train.nf4_linear_backward.default: _nf4_linear_backward,
+    torch.ops.fa_train.nf4_matmul.default: _nf4_matmul,
 }
 
 
