@@ -20,11 +20,12 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +35,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from fa_kernels import flash_attn_func, flash_attn_varlen_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import build_schedule
 from scripts.bench.attention_report import (
@@ -56,6 +56,8 @@ from scripts.bench.timing import captured, median_ms, require_gpu
 BATCH_TOKENS = 16384
 PACKED_TOKENS = 65536  # length of the row into which documents are packed
 DEVICE = torch.device("cuda")
+# modules with flash_attn_func and flash_attn_varlen_func; only some machines have fa3 and fa4
+MODULES = {"ours": "fa_kernels", "fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -171,13 +173,29 @@ def flex(workload: Workload) -> Attend:
     return partial(attention, block_mask=block_mask)
 
 
-def ours(workload: Workload) -> Attend:
+def flash(name: str, workload: Workload) -> Attend:
+    """Calls the functions of a module in `MODULES`."""
+    module = import_module(MODULES[name])
     if not workload.documents:
-        return lambda q, k, v: _output(flash_attn_func(q, k, v, causal=workload.causal))
-    cu_seqlens, longest = workload.cu_seqlens(), max(workload.lengths)
-    return lambda q, k, v: _output(
-        flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=workload.causal)
-    )
+        return lambda q, k, v: output_of(module.flash_attn_func(q, k, v, causal=workload.causal))
+    arguments = varlen_arguments(workload.cu_seqlens(), max(workload.lengths))
+    return lambda q, k, v: output_of(module.flash_attn_varlen_func(q, k, v, **arguments, causal=workload.causal))
+
+
+def varlen_arguments(cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
+    """Returns the arguments with which flash_attn_varlen_func gets the boundaries of documents.
+
+    cu_seqlens: (documents + 1,) int32. longest: the number of tokens in the longest document.
+    """
+    return {
+        "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest
+    }  # fmt: skip
+
+
+def output_of(result: Any) -> Tensor:
+    """Returns o from the result of an attention function, which is o or a tuple that starts with o."""
+    o: Tensor = result[0] if isinstance(result, tuple) else result
+    return o
 
 
 def ours_packed(workload: Workload) -> Attend:
@@ -190,50 +208,25 @@ def ours_packed(workload: Workload) -> Attend:
     return partial(flash_attn_packed, schedule=schedule)
 
 
-def fa3(workload: Workload) -> Attend:
-    import fa3_fwd_interface as fa3_package
-
-    if not workload.documents:
-        return lambda q, k, v: _output(fa3_package.flash_attn_func(q, k, v, causal=workload.causal))
-    cu_seqlens, longest = workload.cu_seqlens(), max(workload.lengths)
-    return lambda q, k, v: _output(
-        fa3_package.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=workload.causal)
-    )
-
-
-def fa4(workload: Workload) -> Attend:
-    from flash_attn.cute import flash_attn_func as dense
-    from flash_attn.cute import flash_attn_varlen_func as packed
-
-    if not workload.documents:
-        return lambda q, k, v: _output(dense(q, k, v, causal=workload.causal))
-    cu_seqlens, longest = workload.cu_seqlens(), max(workload.lengths)
-    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return lambda q, k, v: _output(packed(q, k, v, **options, causal=workload.causal))
-
-
-def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
+FLASH_BACKENDS = {
+    "fa3": Backend("batch tokens heads", partial(flash, "fa3"), has_backward=False),
+    "fa4": Backend("batch tokens heads", partial(flash, "fa4")),
+    "ours": Backend("batch tokens heads", partial(flash, "ours")),
+}
+OURS_PACKED = {"ours-packed": Backend("tokens heads", ours_packed)}
 DENSE_BACKENDS = {
     "naive": Backend("batch heads tokens", naive),
     "sdpa-flash2": Backend("batch heads tokens", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
     "sdpa-cudnn": Backend("batch heads tokens", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
     "flex": Backend("batch heads tokens", flex),
-    "fa3": Backend("batch tokens heads", fa3, has_backward=False),
-    "fa4": Backend("batch tokens heads", fa4),
-    "ours": Backend("batch tokens heads", ours),
-    "ours-packed": Backend("tokens heads", ours_packed),
+    **FLASH_BACKENDS,
+    **OURS_PACKED,
 }
 PACKED_BACKENDS = {
     "flex": Backend("batch heads tokens", flex),
-    "fa3": Backend("tokens heads", fa3, has_backward=False),
-    "fa4": Backend("tokens heads", fa4),
-    "ours": Backend("tokens heads", ours),
-    "ours-packed": Backend("tokens heads", ours_packed),
+    **{name: replace(backend, layout="tokens heads") for name, backend in FLASH_BACKENDS.items()},
+    **OURS_PACKED,
 }
-PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # Python modules that only some machines have
 
 
 def dense_workload(
@@ -356,13 +349,13 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
     return captured(prepare), peak_gib
 
 
-def installed(module: str) -> bool:
-    """Returns whether Python finds the module.
+def installed(backend: str) -> bool:
+    """Returns whether Python finds the module of a backend.
 
     If the import of the module's parent package fails, the function returns False.
     """
     try:
-        return find_spec(module) is not None
+        return find_spec(MODULES.get(backend, "torch")) is not None
     except ImportError:
         return False
 
@@ -404,7 +397,7 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.attention")
     out = results_prefix(args.out, "attention")
-    chosen = args.backends or [name for name in DENSE_BACKENDS if name not in PACKAGES or installed(PACKAGES[name])]
+    chosen = args.backends or [name for name in DENSE_BACKENDS if installed(name)]
 
     shapes = [(head_dim, group) for head_dim in args.head_dims for group in args.groups]
     given = {"causal": args.causal, "model_dim": args.model_dim}

@@ -14,10 +14,10 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_kernels import flash_attn_varlen_func
-from scripts.bench.attention import PACKAGES, fill_row, installed
+from scripts.bench.attention import MODULES, fill_row, installed, output_of, varlen_arguments
 from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.host import Sample, order, sample
 from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
@@ -58,17 +58,6 @@ class Shape:
 SHAPES = Shape(128, 16, 16), Shape(128, 32, 8), Shape(64, 32, 32)
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The samples of one pass of one backend, in microseconds per call.
-
-    host_us: the time until all calls have returned. total_us: the time until the GPU has finished.
-    """
-
-    host_us: list[float] = field(default_factory=list)
-    total_us: list[float] = field(default_factory=list)
-
-
 def random_documents(tokens: int, batches: int) -> list[tuple[int, ...]]:
     """Returns the document lengths of each batch, which are the same in every process."""
     generator = random.Random(0)
@@ -78,25 +67,12 @@ def random_documents(tokens: int, batches: int) -> list[tuple[int, ...]]:
 
 def attentions() -> dict[str, Attention]:
     """Returns the causal attention function of each installed backend."""
-    found: dict[str, Attention] = {"ours": partial(_varlen, flash_attn_varlen_func)}
-    if installed(PACKAGES["fa3"]):
-        import fa3_fwd_interface
-
-        found["fa3"] = partial(_varlen, fa3_fwd_interface.flash_attn_varlen_func)
-    if installed(PACKAGES["fa4"]):
-        from flash_attn.cute import flash_attn_varlen_func as fa4
-
-        found["fa4"] = partial(_varlen, fa4)
-    return found
+    modules = {name: import_module(module) for name, module in MODULES.items() if installed(name)}
+    return {name: partial(_varlen, module.flash_attn_varlen_func) for name, module in modules.items()}
 
 
 def _varlen(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    result = function(
-        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=LONGEST, max_seqlen_k=LONGEST,
-        causal=True,
-    )  # fmt: skip
-    o: Tensor = result[0] if isinstance(result, tuple) else result
-    return o
+    return output_of(function(q, k, v, **varlen_arguments(cu_seqlens, LONGEST), causal=True))
 
 
 def calls_of(
@@ -121,7 +97,7 @@ def calls_of(
 
 def measure(
     chosen: Mapping[str, Attention], shape: Shape, batches: Sequence[Tensor], tokens: int, rounds: int, calls: int
-) -> dict[tuple[str, str], Samples]:
+) -> dict[tuple[str, str], list[Sample]]:
     """Returns the samples for each pair of backend and pass."""
     runs = {
         (name, direction): run
@@ -132,23 +108,15 @@ def measure(
     for run in runs.values():
         for _ in range(WARM_UP):
             run()
-    samples: dict[tuple[str, str], Samples] = {place: Samples() for place in runs}
-    generator = random.Random(0)
-    for _ in range(rounds):
-        for place in generator.sample([*runs], len(runs)):
-            run = runs[place]
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            returned = time.perf_counter()
-            torch.cuda.synchronize()
-            samples[place].host_us.append((returned - start) / calls * 1e6)
-            samples[place].total_us.append((time.perf_counter() - start) / calls * 1e6)
+    samples: dict[tuple[str, str], list[Sample]] = {place: [] for place in runs}
+    for place in order([*runs], rounds):
+        samples[place].append(sample(runs[place], calls))
     return samples
 
 
-def table(samples: Mapping[tuple[str, str], Samples], shape: Shape, documents: Sequence[Sequence[int]]) -> list[str]:
+def table(
+    samples: Mapping[tuple[str, str], Sequence[Sample]], shape: Shape, documents: Sequence[Sequence[int]]
+) -> list[str]:
     """Returns the lines of the table for one shape."""
     lines = [
         f"## {shape}",
@@ -160,7 +128,7 @@ def table(samples: Mapping[tuple[str, str], Samples], shape: Shape, documents: S
         flops = statistics.mean(shape.flops(lengths, direction) for lengths in documents)
         for (name, other), found in sorted(samples.items()):
             if other == direction:
-                total, host = statistics.median(found.total_us), statistics.median(found.host_us)
+                total, host = statistics.median(x.total_us for x in found), statistics.median(x.us for x in found)
                 lines.append(f"| {direction} | {name} | {total:.1f} | {flops / total * 1e-6:.0f} | {host:.1f} |")
     return [*lines, ""]
 
@@ -168,7 +136,7 @@ def table(samples: Mapping[tuple[str, str], Samples], shape: Shape, documents: S
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65536, help="tokens per call")
-    parser.add_argument("--backends", nargs="+", choices=("ours", "fa3", "fa4"), help="default: all that are installed")
+    parser.add_argument("--backends", nargs="+", choices=MODULES, help="default: all that are installed")
     parser.add_argument("--rounds", type=int, default=11, help="samples of each pass")
     parser.add_argument(
         "--calls", type=int, default=50, help="calls in a sample; more than 60 may fill the GPU's queue"

@@ -129,6 +129,11 @@ class Sample:
     us: float
     left: float
 
+    @property
+    def total_us(self) -> float:
+        """The microseconds per call until the GPU has finished."""
+        return self.us * (1 + self.left)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -229,7 +234,7 @@ def order(places: Sequence[Any], rounds: int) -> list[Any]:
     return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
 
 
-def sample(run: Call, calls: int, in_a_row: int) -> Sample:
+def sample(run: Call, calls: int, in_a_row: int = 1) -> Sample:
     """Calls `run` until at least `calls` attention calls are made, and returns the sample.
 
     One call of `run` makes `in_a_row` attention calls.

@@ -272,8 +272,7 @@ SMALL_WORKLOADS = [
 
 def installed_backends(workload: Workload) -> dict[str, Backend]:
     backends = attention.PACKED_BACKENDS if workload.documents else attention.DENSE_BACKENDS
-    packages = attention.PACKAGES
-    return {name: backends[name] for name in backends if attention.installed(packages.get(name, "torch"))}
+    return {name: backend for name, backend in backends.items() if attention.installed(name)}
 
 
 @pytest.mark.gpu
