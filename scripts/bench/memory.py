@@ -38,48 +38,28 @@ from torch.optim import Optimizer
 import train
 from fa_train.callbacks.monitor import GIB
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.config_options import options
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.offload import Offload
-from scripts.bench.case_process import case_of, result_of
-from scripts.bench.command_line import (
-    REPOSITORY,
-    add_results,
-    add_time_limits,
-    require_overrides,
-    require_positive,
-    sigterm_raises,
-)
-from scripts.bench.memory_cases import COMBINATIONS, SEQ_LENS, Case, Row, levers_of
+from scripts.bench.case_process import Case, add_case_options, case_of, check_case_options, require_device, result_of
+from scripts.bench.command_line import REPOSITORY, add_results, add_time_limits, require_positive
+from scripts.bench.memory_cases import COMBINATIONS, SEQ_LENS, Row, levers_of
 from scripts.bench.memory_report import cells, markdown
 from scripts.bench.provenance import describe
-from scripts.bench.timing import require_gpu
-from scripts.bench.training_case import (
-    FEWEST_STEPS,
-    WARMUP,
-    Device,
-    StepTimes,
-    memory_gib,
-    training_config,
-    wait,
-)
+from scripts.bench.training_case import StepTimes, memory_gib, wait
 from scripts.bench.training_case import measure as measure_ours
 
 
 def configuration(case: Case) -> DictConfig:
     """Composes conf/train.yaml for this case, as train.py does."""
-    levers = levers_of(case.combination)
-    chosen = [
+    levers = levers_of(case.name)
+    return case.config(
         f"optimizer={levers.optimizer}",
-        f"lit_gpt.compile_model={str(case.compiled).lower()}",
         f"memory.checkpointing={levers.checkpointing}",
         f"memory.offload={str(levers.offload).lower()}",
         f"memory.mlp_chunk={'null' if levers.mlp_chunk is None else levers.mlp_chunk}",
         f"memory.loss.chunk_size={case.seq_len if levers.loss_chunk is None else levers.loss_chunk}",
         *(["trainer.precision=bf16-true"] if levers.precision == "bf16-true" else []),
-        *case.overrides,
-    ]
-    return training_config(case.model, case.attention, case.seq_len, WARMUP + case.steps, case.device, chosen)
+    )
 
 
 def measure(case: Case) -> Row:
@@ -95,10 +75,10 @@ def measure(case: Case) -> Row:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Row(case.seq_len, case.combination, "out of memory", peak_gib=memory_gib(device)[0])
+        return Row(case.seq_len, case.name, "out of memory", peak_gib=memory_gib(device)[0])
     return Row(
         case.seq_len,
-        case.combination,
+        case.name,
         "ok",
         times.milliseconds,
         recorder.milliseconds[times.warmup :],
@@ -152,22 +132,19 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         return Row(**result_of("scripts.bench.memory", case, timeout))
     except MemoryError:
-        return Row(case.seq_len, case.combination, "out of memory")
+        return Row(case.seq_len, case.name, "out of memory")
     except RuntimeError as error:
-        return Row(case.seq_len, case.combination, f"failed: {error}")
+        return Row(case.seq_len, case.name, f"failed: {error}")
 
 
-def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
+def cases_of(args: argparse.Namespace) -> list[Case]:
     """Returns the cases of one round of measurements."""
-
-    def case(seq_len: int, name: str) -> Case:
-        settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
-        return Case(args.model, seq_len, name, device, *settings)
-
     names = list(dict.fromkeys(levers_of(name).name for name in args.combinations))
     at_one = [name for name in names if levers_of(name).without("optimizer") or "bf16-true" in name]
-    at_all = [case(seq_len, name) for seq_len in args.seq_lens for name in names if name not in at_one]
-    return at_all + [case(args.seq_lens[0], name) for name in at_one]
+    chosen = [(seq_len, name) for seq_len in args.seq_lens for name in names if name not in at_one]
+    chosen += [(args.seq_lens[0], name) for name in at_one]
+    compiled = f"lit_gpt.compile_model={str(args.compile).lower()}"
+    return [case_of(args, seq_len, name, compiled) for seq_len, name in chosen]
 
 
 def read_results(path: Path, head: dict[str, str]) -> list[Row]:
@@ -189,34 +166,25 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--overrides", nargs="+", default=[], metavar="NAME=VALUE", help="Hydra overrides of conf/train.yaml"
     )
-    parser.add_argument("--model", choices=options("model"), default="llama_1b")
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
+    add_case_options(parser, SEQ_LENS)
     parser.add_argument("--combinations", nargs="+", default=list(COMBINATIONS))
-    parser.add_argument("--attention", choices=options("attention"), help="default: flash on a GPU, sdpa on the CPU")
     parser.add_argument("--compile", action="store_true", help="use torch.compile for each block, as preset=gpu does")
     parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
-    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a measurement, after {WARMUP} others")
-    parser.add_argument(
-        "--slow-step", type=float, default=6, help=f"only {FEWEST_STEPS} steps are timed if a step takes more seconds"
-    )
     parser.add_argument("--resume", action="store_true", help="measure only what is missing in OUT")
-    parser.add_argument("--cpu", action="store_true", help="measure on the CPU; large models take hours")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     add_time_limits(parser, timeout=300, budget=True)
     add_results(parser, REPOSITORY / "runs" / "bench_memory", kind="folder")
     args = parser.parse_args(arguments)
-    args.attention = args.attention or ("sdpa" if args.cpu else "flash")
-    require_positive(parser, args, ("steps", "slow_step", "timeout", "budget", "rounds", "seq_lens"))
+    check_case_options(parser, args, "--overrides")
+    require_positive(parser, args, ("budget", "rounds"))
     try:
         for name in args.combinations:
             levers_of(name)
     except ValueError as error:
         parser.error(str(error))
-    require_overrides(parser, args.overrides, "--overrides")
     return args
 
 
-def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
+def run(args: argparse.Namespace, head: dict[str, str]) -> None:
     """Runs measurements until the time budget is spent."""
     begin, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -233,21 +201,21 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
         limit = min(args.timeout, remaining)
         try:
             if remaining <= 0:
-                raise subprocess.TimeoutExpired(case.combination, remaining)
+                raise subprocess.TimeoutExpired(case.name, remaining)
             row = run_apart(case, limit)
         except subprocess.TimeoutExpired:
             if limit == remaining:
-                left.append(f"{case.combination} at {case.seq_len:,}")
+                left.append(f"{case.name} at {case.seq_len:,}")
                 return
-            row = Row(case.seq_len, case.combination, f"failed: timed out after {limit:g} s")
+            row = Row(case.seq_len, case.name, f"failed: timed out after {limit:g} s")
         rows.append(row)
         print(" | ".join(cells(row)), flush=True)
         write()
 
-    cases = cases_of(args, device)
+    cases = cases_of(args)
     for earlier_rounds in range(args.rounds):
         for case in cases[:: -1 if earlier_rounds % 2 else 1]:
-            before = [row for row in rows if (row.seq_len, row.combination) == (case.seq_len, case.combination)]
+            before = [row for row in rows if (row.seq_len, row.combination) == (case.seq_len, case.name)]
             if len(before) <= earlier_rounds and all(row.outcome == "ok" for row in before):
                 take(case)
     write()
@@ -256,22 +224,15 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    if args.case is not None:
-        with train.errors_in_one_line(train.MISTAKES):
-            print(json.dumps(asdict(measure(case_of(Case, args.case)))))
-        return
-    if not args.cpu:
-        require_gpu("scripts.bench.memory", "--cpu measures on the CPU")
-    sigterm_raises()
-    device: Device = "cpu" if args.cpu else "cuda"
+    require_device(args, "scripts.bench.memory")
     head = describe("-m scripts.bench.memory", args.commit)
-    precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
+    precision = "fp32" if args.cpu else "bf16-mixed (fp32 weights, bf16 autocast)"
     compiled = "compiled" if args.compile else "not compiled"
     head["settings"] = ", ".join([args.model, precision, f"attention={args.attention}", compiled, *args.overrides])
     with train.errors_in_one_line(train.MISTAKES):
-        for case in cases_of(args, device)[:1]:
+        for case in cases_of(args)[:1]:
             configuration(case)
-        run(args, head, device)
+        run(args, head)
 
 
 if __name__ == "__main__":

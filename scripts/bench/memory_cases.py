@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fa_train.config_options import options
-from scripts.bench.training_case import Device
 
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
@@ -64,19 +63,6 @@ class Levers:
     def without(self, lever: Lever) -> "Levers | None":
         """Returns this combination with `lever` off, or None if the lever is already off."""
         return replace(self, **{lever: OFF[lever]}) if getattr(self, lever) != OFF[lever] else None
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    seq_len: int  # tokens, one document
-    combination: str
-    device: Device
-    attention: str
-    compiled: bool
-    steps: int  # number of timed steps
-    slow_step: float  # if the second step takes more seconds than this, at most `FEWEST_STEPS` steps are timed
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,63 +23,31 @@ that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-import train  # registers the resolvers of conf/train.yaml
+import train
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.config_options import options
 from fa_train.flops import peak_flops
-from scripts.bench.case_process import case_of, result_of
-from scripts.bench.command_line import (
-    REPOSITORY,
-    add_results,
-    add_time_limits,
-    overrides_first,
-    require_overrides,
-    require_positive,
-    sigterm_raises,
-)
+from scripts.bench.case_process import Case, add_case_options, case_of, check_case_options, require_device, result_of
+from scripts.bench.command_line import REPOSITORY, add_results, add_time_limits, overrides_first
 from scripts.bench.page import header, shown, write_csv
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
-from scripts.bench.timing import require_gpu
-from scripts.bench.training_case import (
-    FEWEST_STEPS,
-    WARMUP,
-    Device,
-    StepTimes,
-    document_lens,
-    memory_gib,
-    step_flops,
-    training_config,
-)
+from scripts.bench.training_case import Device, StepTimes, document_lens, memory_gib, step_flops
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import VARIANTS, variant_of
 
 SEQ_LENS = (8192, 32768, 131072)
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "fp32 weights, bf16 autocast", "bf16-true": "bf16 weights"}
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    seq_len: int  # tokens
-    variant: str
-    device: Device
-    attention: str  # attention of our variants
-    steps: int  # number of timed steps
-    slow_step: float  # if the second step takes more seconds than this, at most `FEWEST_STEPS` steps are timed
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,14 +79,12 @@ def configuration(case: Case) -> DictConfig:
 
     Raises: ValueError if a row does not hold whole documents, or if data.length_sigma is positive.
     """
-    variant = variant_of(case.variant)
-    chosen = [
+    variant = variant_of(case.name)
+    config = case.config(
         f"memory={variant.memory}",
         f"lit_gpt.compile_model={str(variant.compiled).lower()}",
         f"lit_gpt.float8={'tensorwise' if variant.float8 else 'null'}",
-        *case.overrides,
-    ]
-    config = training_config(case.model, case.attention, case.seq_len, WARMUP + case.steps, case.device, chosen)
+    )
     document_lens(config)
     return config
 
@@ -130,7 +96,7 @@ def measure(case: Case) -> Row:
     runs out of memory, the outcome is "oom".
     """
     torch.manual_seed(0)
-    config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
+    config, device, variant = configuration(case), torch.device(case.device), variant_of(case.name)
     note, times = "", StepTimes(case.steps, case.slow_step)
     try:
         if variant.ours:
@@ -140,17 +106,17 @@ def measure(case: Case) -> Row:
             note = peer.note
             measure_peer(config, device, peer, times)
     except CannotRunError as error:
-        return Row(case.seq_len, case.variant, f"missing: {error}")
+        return Row(case.seq_len, case.name, f"missing: {error}")
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         peak, reserved = memory_gib(device)
-        return Row(case.seq_len, case.variant, "oom", peak_gib=peak, reserved_gib=reserved, note=note)
+        return Row(case.seq_len, case.name, "oom", peak_gib=peak, reserved_gib=reserved, note=note)
     peak, reserved = memory_gib(device)
     step_ms = statistics.median(times.milliseconds)
     return Row(
         case.seq_len,
-        case.variant,
+        case.name,
         "ok",
         tokens_per_s=case.seq_len / step_ms * 1e3,
         step_ms=step_ms,
@@ -179,15 +145,15 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
 
 def run_apart(case: Case, timeout: float) -> Row:
     """Runs the case in a new process for at most `timeout` seconds and returns its row."""
-    backend = "portable" if variant_of(case.variant).portable else "auto"
+    backend = "portable" if variant_of(case.name).portable else "auto"
     try:
         return Row(**result_of("scripts.bench.step", case, timeout, FLASH_ATTENTION_BACKEND=backend))
     except subprocess.TimeoutExpired:
-        return Row(case.seq_len, case.variant, f"failed: timed out after {timeout:g} s")
+        return Row(case.seq_len, case.name, f"failed: timed out after {timeout:g} s")
     except MemoryError:
-        return Row(case.seq_len, case.variant, "oom", note="the host's memory")
+        return Row(case.seq_len, case.name, "oom", note="the host's memory")
     except RuntimeError as error:
-        return Row(case.seq_len, case.variant, f"failed: {error}")
+        return Row(case.seq_len, case.name, f"failed: {error}")
 
 
 def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
@@ -274,51 +240,29 @@ def parse_case(text: str) -> tuple[int, str]:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml")
-    parser.add_argument("--model", choices=options("model"), default="llama_1b")
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
+    add_case_options(parser, SEQ_LENS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument(
         "--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="run these cases instead of each variant at each length"
     )
-    parser.add_argument(
-        "--attention",
-        choices=options("attention"),
-        help="attention of our variants; default: flash on a GPU, sdpa on the CPU",
-    )
-    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP} others")
-    parser.add_argument(
-        "--slow-step", type=float, default=6, help=f"only {FEWEST_STEPS} steps are timed if a step takes more seconds"
-    )
-    parser.add_argument("--cpu", action="store_true", help="measure on the CPU; large models take hours")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     add_time_limits(parser, timeout=300)
     add_results(parser, REPOSITORY / "runs" / "bench_step")
     args = parser.parse_args(overrides_first(arguments))
-    args.attention = args.attention or ("sdpa" if args.cpu else "flash")
-    require_positive(parser, args, ("steps", "slow_step", "timeout", "seq_lens"))
+    check_case_options(parser, args)
     try:
         for name in args.variants:
             variant_of(name)
         args.cases = [parse_case(case) for case in args.cases] if args.cases else None
     except ValueError as error:
         parser.error(str(error))
-    require_overrides(parser, args.overrides)
     return args
 
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    if args.case is not None:
-        with train.errors_in_one_line(train.MISTAKES):
-            print(json.dumps(asdict(measure(case_of(Case, args.case)))))
-        return
-    if not args.cpu:
-        require_gpu("scripts.bench.step", "--cpu measures on the CPU")
-    sigterm_raises()
-    device: Device = "cpu" if args.cpu else "cuda"
+    require_device(args, "scripts.bench.step")
     chosen = args.cases or [(seq_len, name) for seq_len in args.seq_lens for name in args.variants]
-    settings = args.attention, args.steps, args.slow_step, tuple(args.overrides)
-    cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
+    cases = [case_of(args, seq_len, name) for seq_len, name in dict.fromkeys(chosen)]
     with train.errors_in_one_line(train.MISTAKES):
         precision = configuration(cases[0]).trainer.precision
     head = describe("-m scripts.bench.step", args.commit)

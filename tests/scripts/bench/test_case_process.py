@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from scripts.bench import memory, step
+from scripts.bench.case_process import Case
 
 
 class Killed:
@@ -24,11 +25,11 @@ class Killed:
     ("module", "case", "outcome", "note"),
     [
         pytest.param(
-            memory, memory.Case("nano", 64, "none", "cpu", "sdpa", compiled=False, steps=2, slow_step=60),
+            memory, Case("nano", 64, "none", "cpu", "sdpa", steps=2, slow_step=60),
             "out of memory", None, id="memory",
         ),
         pytest.param(
-            step, step.Case("nano", 64, "ours-none", "cpu", "sdpa", steps=2, slow_step=60),
+            step, Case("nano", 64, "ours-none", "cpu", "sdpa", steps=2, slow_step=60),
             "oom", "the host's memory", id="step",
         ),
     ],

@@ -11,7 +11,7 @@ import torch
 
 from fa_train.lit_gpt import LitGPT
 from scripts.bench import memory
-from scripts.bench.case_process import case_of
+from scripts.bench.case_process import Case
 from scripts.bench.memory import (
     cases_of,
     configuration,
@@ -21,12 +21,12 @@ from scripts.bench.memory import (
     read_results,
     run_apart,
 )
-from scripts.bench.memory_cases import COMBINATIONS, OFF, Case, Levers, Row, levers_of
+from scripts.bench.memory_cases import COMBINATIONS, OFF, Levers, Row, levers_of
 from scripts.bench.memory_report import markdown, pooled, slowdown
 from tests.support.processes import ForkedModule
 
 TINY = ("model.n_layers=3", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=259")
-CASE = Case("nano", 64, "selective", "cpu", "sdpa", compiled=False, steps=2, slow_step=60, overrides=TINY)
+CASE = Case("nano", 64, "selective", "cpu", "sdpa", steps=2, slow_step=60, overrides=TINY)
 ROWS = [
     Row(64, "selective", "ok", [100.0, 102.0, 98.0], [5.0, 6.0, 5.0], 10.0, 0.0, 5.5),
     Row(64, "selective+offload", "ok", [110.0, 105.0], [5.0, 5.0], 8.0, 2.0, 5.5),
@@ -39,7 +39,7 @@ ROWS = [
 
 def in_this_process(case, timeout):
     """Replaces run_apart, because the imports of a new process would take seconds."""
-    return Row(**json.loads(json.dumps(asdict(measure(case_of(Case, json.loads(json.dumps(asdict(case)))))))))
+    return Row(**json.loads(json.dumps(asdict(measure(case)))))
 
 
 def run_main(monkeypatch, folder, *arguments):
@@ -73,10 +73,10 @@ def test_going_on_after_a_budget(tmp_path, monkeypatch):
     calls = []
 
     def slow(case, timeout):
-        calls.append(case.combination)
+        calls.append(case.name)
         if timeout < 1000:
             raise subprocess.TimeoutExpired("", timeout)
-        return Row(case.seq_len, case.combination, "ok", [10.0], [1.0], 1.0, 0.0, 5.5)
+        return Row(case.seq_len, case.name, "ok", [10.0], [1.0], 1.0, 0.0, 5.5)
 
     monkeypatch.setattr(memory, "run_apart", slow)
     common_arguments = ["--seq-lens", "64", "--combinations", "none", "full", "--timeout", "2000"]
@@ -159,9 +159,9 @@ def test_unknown_names(name):
 
 @pytest.mark.slow
 def test_levers_are_in_the_configuration():
-    memory = configuration(replace(CASE, combination="full+offload+mlp_chunk=16+loss_chunk=all")).model.memory
+    memory = configuration(replace(CASE, name="full+offload+mlp_chunk=16+loss_chunk=all")).model.memory
     assert (memory.checkpointing, memory.offload, memory.mlp_chunk, memory.loss.chunk_size) == ("full", True, 16, 64)
-    plain = configuration(replace(CASE, combination="none+adamw_8bit", compiled=True))
+    plain = configuration(replace(CASE, name="none+adamw_8bit", overrides=(*TINY, "lit_gpt.compile_model=true")))
     memory = plain.model.memory
     assert (memory.checkpointing, memory.offload, memory.mlp_chunk, memory.loss.chunk_size) == (
         "none",
@@ -182,7 +182,7 @@ def test_every_lever_is_compared_with_something_that_is_measured():
 
 def test_optimizers_run_at_the_first_length_only():
     args = parse_arguments(["--seq-lens", "64", "128", "--combinations", "none+adamw_8bit", "none", "full+bf16-true"])
-    assert [(case.seq_len, case.combination) for case in cases_of(args, "cpu")] == [
+    assert [(case.seq_len, case.name) for case in cases_of(args)] == [
         (64, "none"),
         (128, "none"),
         (64, "none+adamw_8bit"),

@@ -11,8 +11,9 @@ from torchao.optim import AdamW8bit
 
 from fa_train.training import build_model
 from scripts.bench import peers
+from scripts.bench.case_process import Case
 from scripts.bench.peers import build_peer, compile_layers
-from scripts.bench.step import Case, configuration, measure
+from scripts.bench.step import configuration, measure
 from scripts.bench.training_case import StepTimes
 from scripts.bench.variants import variant_of
 from tests.support.marks import slow
@@ -186,5 +187,5 @@ def test_full_training_with_8_bit_states():
 
 
 def test_adapters_that_the_peer_does_not_have():
-    row = measure(replace(CASE, variant="hf", overrides=(*TINY, "adapter=lora", "adapter.lora_dropout=0.1")))
+    row = measure(replace(CASE, name="hf", overrides=(*TINY, "adapter=lora", "adapter.lora_dropout=0.1")))
     assert row.outcome == "missing: the peer's LoRA has no adapter.lora_dropout=0.1"

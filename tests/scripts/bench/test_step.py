@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ from hydra.utils import instantiate
 from fa_train import training
 from fa_train.models.gpt import GPT
 from scripts.bench import step
-from scripts.bench.case_process import case_of
+from scripts.bench.case_process import Case
 from scripts.bench.peers import time_steps
 from scripts.bench.step import (
-    Case,
     Row,
     best_of_ours,
     best_peer,
@@ -54,7 +53,7 @@ ROWS = [
 
 def peer_in_this_process(case, timeout):
     """Measures a case of the variant `hf` in this process, and calls run_apart for all other cases."""
-    return measure(case) if case.variant == "hf" else run_apart(case, timeout)
+    return measure(case) if case.name == "hf" else run_apart(case, timeout)
 
 
 @pytest.mark.slow
@@ -86,7 +85,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["ours-selective", "hf-checkpointing"])
 def test_a_case_in_this_process(variant):
-    row = measure(replace(CASE, variant=variant))
+    row = measure(replace(CASE, name=variant))
     assert row.outcome == "ok" and row.finite and row.steps == 2
 
 
@@ -108,7 +107,7 @@ def test_the_flops_of_documents_add_up():
 
 
 def test_a_model_that_llama_is_not():
-    row = measure(replace(CASE, variant="hf", overrides=(*TINY, "model.activation=gelu", "model.bias=true")))
+    row = measure(replace(CASE, name="hf", overrides=(*TINY, "model.activation=gelu", "model.bias=true")))
     assert row.outcome == "missing: Hugging Face's Llama has no activation=gelu, bias=True"
 
 
@@ -171,11 +170,11 @@ def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch
         GPT, "forward", lambda model, x, *more, **named: lengths.append(len(x)) or forward(model, x, *more, **named)
     )
     torch._dynamo.reset()
-    case = replace(CASE, attention=attention, seq_len=320, variant="ours-none-compiled")
+    case = replace(CASE, attention=attention, seq_len=320, name="ours-none-compiled")
     row = measure(case)
     assert row.outcome == "ok" and row.steps == 2
     assert len(compiled) == 1 and lengths == [320] * 4 and len(updates) == 4
-    measure(replace(case, variant="ours-none"))
+    measure(replace(case, name="ours-none"))
     assert len(compiled) == 1 and lengths == [320] * 8 and len(updates) == 8
 
 
@@ -219,25 +218,21 @@ def test_unknown_variants(name):
 
 @pytest.mark.slow
 def test_a_variant_is_in_the_configuration():
-    config = configuration(replace(CASE, variant="ours-full-compiled"))
+    config = configuration(replace(CASE, name="ours-full-compiled"))
     assert config.model.memory.checkpointing == "full" and config.lit_gpt.compile_model and config.seq_len == 64
     assert not configuration(CASE).lit_gpt.compile_model and configuration(CASE).lit_gpt.float8 is None
-    assert configuration(replace(CASE, variant="ours-none-compiled-float8")).lit_gpt.float8 == "tensorwise"
+    assert configuration(replace(CASE, name="ours-none-compiled-float8")).lit_gpt.float8 == "tensorwise"
     assert instantiate(config.memory).checkpointing == "full"
 
 
 def test_float8_needs_a_gpu():
     with pytest.raises(ValueError, match=r"lit_gpt\.float8 needs a CUDA GPU; got trainer\.accelerator=cpu"):
-        measure(replace(CASE, variant="ours-none-compiled-float8"))
+        measure(replace(CASE, name="ours-none-compiled-float8"))
 
 
 def test_float8_is_not_compared_with_a_peer_in_bf16():
     faster = replace(ROWS[0], variant="ours-none-compiled-float8", tokens_per_s=900.0)
     assert best_of_ours([*ROWS, faster], 64).variant == "ours-none"
-
-
-def test_a_case_survives_its_way_to_another_process():
-    assert case_of(Case, asdict(CASE) | {"overrides": list(TINY)}) == CASE
 
 
 def test_the_table(tmp_path):
