@@ -13,8 +13,7 @@ A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` 
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
 Combinations with bf16-true, or with an optimizer other than adamw, run only at the first length in --seq-lens. The time
-of the optimizer does not depend on the number of tokens. Every second round runs in reverse order, so that a GPU that
-slows down over time affects all combinations equally.
+of the optimizer does not depend on the number of tokens.
 
 After every measurement, the script writes memory.md and memory.json to the folder OUT. To see whether offload's copies
 run at the same time as kernels, profile a step with scripts/bench/profile_step.py.
@@ -138,7 +137,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Returns the cases of one round of measurements."""
+    """Returns all cases to measure."""
     names = list(dict.fromkeys(levers_of(name).name for name in args.combinations))
     at_one = [name for name in names if levers_of(name).without("optimizer") or "bf16-true" in name]
     chosen = [(seq_len, name) for seq_len in args.seq_lens for name in names if name not in at_one]
@@ -169,13 +168,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add_case_options(parser, SEQ_LENS)
     parser.add_argument("--combinations", nargs="+", default=list(COMBINATIONS))
     parser.add_argument("--compile", action="store_true", help="use torch.compile for each block, as preset=gpu does")
-    parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
     parser.add_argument("--resume", action="store_true", help="measure only what is missing in OUT")
     add_time_limits(parser, timeout=300, budget=True)
     add_results(parser, REPOSITORY / "runs" / "bench_memory", kind="folder")
     args = parser.parse_args(arguments)
     check_case_options(parser, args, "--overrides")
-    require_positive(parser, args, ("budget", "rounds"))
+    require_positive(parser, args, ["budget"])
     try:
         for name in args.combinations:
             levers_of(name)
@@ -212,12 +210,10 @@ def run(args: argparse.Namespace, head: dict[str, str]) -> None:
         print(" | ".join(cells(row)), flush=True)
         write()
 
-    cases = cases_of(args)
-    for earlier_rounds in range(args.rounds):
-        for case in cases[:: -1 if earlier_rounds % 2 else 1]:
-            before = [row for row in rows if (row.seq_len, row.combination) == (case.seq_len, case.name)]
-            if len(before) <= earlier_rounds and all(row.outcome == "ok" for row in before):
-                take(case)
+    measured = {(row.seq_len, row.combination) for row in rows}
+    for case in cases_of(args):
+        if (case.seq_len, case.name) not in measured:
+            take(case)
     write()
     print(f"results: {out}")
 

@@ -1,32 +1,10 @@
 """The tables of scripts/bench/memory.py."""
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from scripts.bench.memory_cases import OFF, Lever, Row, levers_of
 from scripts.bench.page import header, shown
-
-
-def pooled(rows: Iterable[Row]) -> list[Row]:
-    """Combines the rows of all rounds into one row for each pair of a sequence length and a combination of levers.
-
-    If any round of a combination failed, the combination's row reports the failure.
-    """
-    by_case: dict[tuple[int, str], Row] = {}
-    for row in rows:
-        key = row.seq_len, row.combination
-        before = by_case.get(key)
-        if before is None or (before.outcome == "ok" and row.outcome != "ok"):
-            by_case[key] = row
-        elif row.outcome == "ok" and before.outcome == "ok":
-            by_case[key] = replace(
-                before,
-                step_ms=before.step_ms + row.step_ms,
-                optimizer_ms=before.optimizer_ms + row.optimizer_ms,
-                peak_gib=max(before.peak_gib or 0.0, row.peak_gib or 0.0),
-            )
-    return list(by_case.values())
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
@@ -44,7 +22,6 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
 
 def markdown(rows: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
     """Formats the page: its header, the slowdown by each lever at each length, and all measurements."""
-    rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
     lines = header("What each memory lever costs", head)
     lines += ["Slowdown: the median step time relative to the same combination without the lever, minus 1.", ""]
