@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,6 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from fa_train.callbacks.timestamp import Timestamp
-from fa_train.parallel.communication import host_group
 from fa_train.parallel.context.operators import surround_waits
 from fa_train.private_names import private, private_module, replace_private
 
@@ -74,24 +72,15 @@ class CommunicationTimer:
         self._spans.append((start, Timestamp(self._device)))
 
 
-class RankComparison:
-    """Gathers a few numbers from all ranks. Uses one small collective of gloo, which does not use the GPU.
+def compare_ranks(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Gathers `own` from all ranks with one small collective, and returns the result of `compare`.
 
-    timeout: how long a rank waits for the numbers of other ranks.
+    own: this rank's numbers, by name. The names and their order must be equal on all ranks.
     """
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._group = host_group(timeout)
-
-    def gather(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Gathers `own` from all ranks, and returns the result of `compare`.
-
-        own: this rank's numbers, by name. The names and their order must be equal on all ranks.
-        """
-        mine = torch.tensor(list(own.values()), dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine, self._group)
-        return compare([dict(zip(own, row.tolist(), strict=True)) for row in rows])
+    mine = torch.tensor(list(own.values()), dtype=torch.float64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine, group)
+    return compare([dict(zip(own, row.tolist(), strict=True)) for row in rows])
 
 
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

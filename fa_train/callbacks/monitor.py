@@ -15,20 +15,21 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks.communication import CommunicationTimer, RankComparison, Span
+from fa_train.callbacks.communication import CommunicationTimer, Span, compare_ranks
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.checkpoints.architecture import difference
 from fa_train.checkpoints.metrics import LOSSES, TOKENS, VAL_STEP
 from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
-from fa_train.parallel.communication import timeout_of
+from fa_train.parallel.communication import host_group, timeout_of
 from fa_train.parallel.fsdp import is_sharded
 from fa_train.private_names import replace_private
 
@@ -100,7 +101,7 @@ class Monitor(Callback):
         self._window_pairs: Tensor | float = 0.0  # LitGPT.total_pairs at the last reading
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
-        self._comparison: RankComparison | None = None  # _comparison and _timer are None in a run of one rank
+        self._group: dist.ProcessGroup | None = None  # _group and _timer are None in a run of one rank
         self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -112,7 +113,7 @@ class Monitor(Callback):
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         forget_peak_of_host()
         if trainer.world_size > 1:
-            self._comparison = RankComparison(timeout_of(trainer.strategy))
+            self._group = host_group(timeout_of(trainer.strategy))
             self._timer = CommunicationTimer(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -227,12 +228,12 @@ class Monitor(Callback):
             "perf/data_wait_ms": 1e3 * reading.waited / reading.steps,
             "perf/host_gib": resident_bytes() / GIB,
         }
-        if reading.step_start is None or self._comparison is None:
+        if reading.step_start is None or self._group is None:
             return own
         waiting = sum(end.seconds_since(start) for start, end in reading.communication)
         own["perf/communication_ms"] = 1e3 * waiting
         own["perf/compute_ms"] = 1e3 * (reading.end.seconds_since(reading.step_start) - waiting)
-        return self._comparison.gather(own) if together else own
+        return compare_ranks(own, self._group) if together else own
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.log_reading(trainer)
