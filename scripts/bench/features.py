@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_varlen_func
-from scripts.bench.attention import attended_pairs
+from scripts.bench.attention import attended_pairs, fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.decode import in_pages
 from scripts.bench.page import first_line, header
@@ -63,13 +64,9 @@ class Feature:
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
     """Returns random document lengths that add up to `total` tokens."""
-    generator = torch.Generator().manual_seed(0)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        mean, deviation = LOG_NORMAL
-        drawn = int(torch.exp(mean + deviation * torch.randn((), generator=generator)))
-        lengths.append(min(max(16, drawn), 32768, total - sum(lengths)))
-    return tuple(lengths)
+    generator, (mean, deviation) = torch.Generator().manual_seed(0), LOG_NORMAL
+    drawn = (int(torch.exp(mean + deviation * torch.randn((), generator=generator))) for _ in count())
+    return fill_row((min(max(16, length), 32768) for length in drawn), total)
 
 
 def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:

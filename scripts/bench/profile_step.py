@@ -27,7 +27,9 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ from fa_train.models.shards import local
 from scripts.bench.page import header
 from scripts.bench.provenance import describe
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time
-from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
+from scripts.bench.step_trace import COPIES, Interval, Step, exclusive, hidden, step_of
 from scripts.bench.training_case import wait
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
@@ -68,10 +70,9 @@ class StepProfiler(Callback):
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
         self.peak = self.reserved = 0
-        self._profiler: profile | None = None
-        self._started = self._recording = False
-        self._step: record_function | None = None
-        self._phase: record_function | None = None
+        self._profiler: profile | None = None  # from the step that starts the profiler, on rank 0
+        self._recording = False
+        self._step, self._phase = ExitStack(), ExitStack()  # the open ranges of the trace
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -84,7 +85,7 @@ class StepProfiler(Callback):
         self._enter("backward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._leave()
+        self._phase.close()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -96,35 +97,32 @@ class StepProfiler(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._leave()
+        self._phase.close()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         wait(pl_module.device)
         if self._recording:
             self._stop(pl_module)
-        elif not self._started:
+        elif trainer.global_step <= WARMUP:
             self.milliseconds.append((time.perf_counter() - self._start) * 1e3)
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         wait(pl_module.device)
-        if trainer.global_step == WARMUP:  # the step in which the profiler starts and initialises itself
-            self._started = True
-            if trainer.is_global_zero:
-                self._profiler = _profiler(pl_module.device)
-                self._profiler.start()
+        if trainer.global_step == WARMUP and trainer.is_global_zero:  # in this step, the profiler initialises itself
+            self._profiler = _profiler(pl_module.device)
+            self._profiler.start()
         elif self._profiler is not None and trainer.global_step == WARMUP + 1:
             self.before = _addresses(pl_module, trainer.optimizers)
             if pl_module.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(pl_module.device)
             self._profiler.step()
             self._recording = True
-            self._step = record_function("step")
-            self._step.__enter__()
+            self._step.enter_context(record_function("step"))
         self._start = time.perf_counter()
 
     def _stop(self, pl_module: L.LightningModule) -> None:
-        assert self._step is not None and self._profiler is not None
-        self._step.__exit__(None, None, None)
+        assert self._profiler is not None
+        self._step.close()
         self._recording = False
         self._profiler.stop()
         if pl_module.device.type == "cuda":
@@ -133,15 +131,9 @@ class StepProfiler(Callback):
         self._profiler.export_chrome_trace(str(self.trace))
 
     def _enter(self, phase: str) -> None:
-        self._leave()
+        self._phase.close()
         if self._recording:
-            self._phase = record_function(f"step: {phase}")
-            self._phase.__enter__()
-
-    def _leave(self) -> None:
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None
+            self._phase.enter_context(record_function(f"step: {phase}"))
 
 
 def _profiler(device: torch.device) -> profile:
@@ -181,22 +173,25 @@ def table(step: Step) -> list[tuple[str, float, float, float, int]]:
     in ms, and the number of its kernels.
     """
     parts, whole = exclusive(step), step.end - step.start
-    kernels, numbers = Counter[str](), Counter[str]()
-    for interval in step.intervals:
-        kernels[interval.part] += interval.end - interval.start  # type: ignore[assignment]
-        numbers[interval.part] += 1
-    return [(part, us / 1e3, us / whole, kernels[part] / 1e3, numbers[part]) for part, us in parts.items()]
+    kernels = durations(step.intervals, lambda interval: interval.part)
+    return [(part, us / 1e3, us / whole, sum(kernels[part]) / 1e3, len(kernels[part])) for part, us in parts.items()]
+
+
+def durations(intervals: Iterable[Interval], group: Callable[[Interval], Any]) -> dict[Any, list[float]]:
+    """Returns the microseconds of the intervals in each group. group: returns the group of an interval."""
+    found: dict[Any, list[float]] = defaultdict(list)
+    for interval in intervals:
+        found[group(interval)].append(interval.end - interval.start)
+    return found
 
 
 def report(step: Step, head: dict[str, str]) -> str:
     """Formats the text of profile.md."""
     lines = header("Time of a training step by part", head)
     kind = "kernels" if step.on_gpu else "operators"
-    if step.on_gpu:
-        copies = sum(i.end - i.start for i in step.intervals if i.part == COPIES)
-        if copies:
-            share = hidden(step.intervals, COPIES) / copies
-            lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
+    if step.on_gpu and (copies := sum(i.end - i.start for i in step.intervals if i.part == COPIES)):
+        share = hidden(step.intervals, COPIES) / copies
+        lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
     # On a CPU, the column for `kernels ms` is empty, because a sum over operators would count nested operators twice.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
@@ -205,14 +200,11 @@ def report(step: Step, head: dict[str, str]) -> str:
     lines += [f"| step | {sum(row[1] for row in rows):.2f} | 100.0% | {len(step.intervals)} | |", ""]
     if step.on_gpu:
         lines += ["| kernel | part | launches | ms | share |", "|:--|:--|--:|--:|--:|"]
-        times, numbers = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for interval in step.intervals:
-            times[interval.name, interval.part] += interval.end - interval.start  # type: ignore[assignment]
-            numbers[interval.name, interval.part] += 1
-        whole = step.end - step.start
-        for key, us in times.most_common(TOP):
-            name = key[0].replace("|", "/")[:120]
-            lines.append(f"| `{name}` | {key[1]} | {numbers[key]} | {us / 1e3:.2f} | {us / whole:.1%} |")
+        launches = durations(step.intervals, lambda interval: (interval.name, interval.part))
+        for (name, part), times in sorted(launches.items(), key=lambda item: -sum(item[1]))[:TOP]:
+            us, shown = sum(times), name.replace("|", "/")[:120]
+            share = us / (step.end - step.start)
+            lines.append(f"| `{shown}` | {part} | {len(times)} | {us / 1e3:.2f} | {share:.1%} |")
     return "\n".join(lines) + "\n"
 
 
