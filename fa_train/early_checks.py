@@ -53,8 +53,8 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
 def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, Any], rank: int) -> None:
     """Checks that a rank has the settings of rank 0.
 
-    With other settings, ranks would wait for each other, or silently train in different ways. Texts with a slash may
-    differ, because they can be paths of one machine. Keys in `LOCAL` may differ too.
+    With other settings, ranks would wait for each other, or silently train in different ways. The function
+    ignores keys in `LOCAL`, and texts with a slash: they can be paths, which differ between machines.
     own, of_rank_zero: configs with unresolved interpolations. The text
     ${oc.env:RANK} is equal on all ranks.
     rank: the rank that has `own`, for the error message.

@@ -198,7 +198,7 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def setup(self, stage: str) -> None:
-        """Raises: ValueError if a setting of the trainer would change a step's number of rows, or repeat rows.
+        """Raises: ValueError if a setting of the trainer would repeat rows or change the number of rows of a step.
 
         Also raises ValueError if the model has fewer embeddings than the rows have tokens or positions.
         """

@@ -265,7 +265,7 @@ def _is_of_config(module: nn.Module, sliding_window: int) -> bool:
 
 
 def _fields_of_config(module: nn.Module) -> dict[str, Any]:
-    # __dict__, because a config with different windows per layer raises an error when the attribute is read
+    # If the windows of layers differ, reading config.sliding_window raises an error. Reading __dict__ does not.
     fields: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})
     return fields
 

@@ -89,7 +89,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
     # .csv files in a folder are skipped if there are other files: a .csv file often only describes the other files
     files = ([p for p in once if suffix_of(p) != ".csv"] if base.is_dir() else []) or once
     left_out = {"links to files that are already read": len(found) - len(once), ".csv": len(once) - len(files)}
-    counts = FileCounts(len(files), skipped + Counter(left_out))  # a sum has no kinds with a count of 0
+    counts = FileCounts(len(files), skipped + Counter(left_out))  # the sum omits counts of 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts

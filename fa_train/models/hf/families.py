@@ -24,7 +24,7 @@ class Layout:
     """The names of the tensors in a family's checkpoints.
 
     layers: the name of a layer in the checkpoint, with {} for its number.
-    outer: maps the GPT's name of each module outside the layers to the checkpoint's name.
+    outer: for each module outside the layers, {its name in the GPT: its name in the checkpoint}.
     inner: maps the GPT's name of each module within a layer to one or more names in the checkpoint. If a module of the
     GPT has several names in the checkpoint, the checkpoint's weights are joined along their rows into one weight.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).

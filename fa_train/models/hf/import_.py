@@ -157,8 +157,9 @@ def save_pretrained(
     shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger than shard_bytes gets a separate
     file.
     config.json is written last, so an unfinished folder does not contain config.json.
-    Raises: ValueError if the folder already contains a model, no supported family matches the model, the model has no
-    weights, its adapters are not merged, or a weight is NaN or infinite in the dtype that is written.
+    Raises: ValueError if `folder` already contains a model. Also raises ValueError if no supported family matches
+        `model`, `model` has no weights or has adapters that are not merged, or one of its weights is NaN or infinite in
+        the dtype that is written.
     """
     model.require_weights()
     folder = Path(folder)

@@ -1,8 +1,9 @@
 """Two kernels: the first kernel of each backward pass on Hopper, and the kernel that rounds the sum of dQ.
 
-The fused backward kernel adds dQ to an fp32 tensor in global memory, the sum of dQ. `prepare` launches a kernel that
-computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to 0. `finish` launches a kernel
-that multiplies the sum of dQ by the softmax scale, rounds the products to the dtype of q, and stores them as dq.
+The fused backward kernel computes dQ in parts, and adds them up in an fp32 tensor in global memory. This tensor is
+called the sum of dQ. `prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and
+sets the sum of dQ to 0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale, rounds the
+products to the dtype of q, and stores them as dq.
 
 The sum of dQ consists of blocks of 64 queries and 64 columns of a head. The number of queries is padded to a multiple
 of 64. The sum of dQ is stored as a tensor of shape (number of elements / 32, 1, 32). At head_dim 96, the columns of a
