@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_kernels.flash_attention.schedule import Schedule, length_class_of, schedule_of_ranges
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, length_class_of, schedule_of_ranges
 from fa_train.integrations.packed_rows import kept
 
 RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
@@ -223,22 +223,26 @@ class Padding(NamedTuple):
     def _build(
         cls, keys: Keys, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]
     ) -> "Padding":
-        left, right = window[0], 0 if causal else window[1]
-        start, end = (x + keys.first[:, None] for x in visible_keys(mask, seqlen_q, seqlen_k, (left, right)))
-        query_order = None
+        first_query = torch.zeros_like(keys.first)
+        n_queries, query_order = torch.full_like(first_query, seqlen_q), None
         # with causality or a window, the positions of queries matter, so masked queries must be excluded
         if causal or max(window) >= 0:
             asks = _unmasked_queries(mask, seqlen_q, seqlen_k)
-            if keys.order is not None and seqlen_q > 1:
+            n_queries = asks.sum(-1)
+            if keys.order is None:
+                first_query = asks.int().argmax(-1)
+            elif seqlen_q > 1:
                 query_order = asks.int().argsort(dim=-1, descending=True, stable=True)
-                start, end, asks = (x.gather(1, query_order) for x in (start, end, asks))
-            # Ranges must not decrease, so the empty ranges of masked queries are at the two ends of the row's keys.
-            nothing = torch.where(asks.cumsum(-1) == 0, 0, seqlen_k)
-            start, end = torch.where(asks, start, nothing), torch.where(asks, end, nothing)
-        rows = torch.arange(len(mask), device=mask.device)[:, None] * seqlen_k
-        start, end = ((x + rows).flatten().int() for x in (start, end))
-        length_class = length_class_of(seqlen_k if min(left, right) < 0 else min(seqlen_k, left + right + 1))
-        return cls(keys, query_order, schedule_of_ranges(start, end, len(mask) * seqlen_k, length_class))
+        if keys.order is not None and max(window) >= 0:
+            start, end = (
+                _of_queries(x, query_order, n_queries, seqlen_k) for x in visible_keys(mask, seqlen_q, seqlen_k, window)
+            )
+            length_class = length_class_of(min(seqlen_k, sum(window) + 1))
+            return cls(keys, query_order, schedule_of_ranges(start, end, len(mask) * seqlen_k, length_class))
+        schedule = _schedule(
+            first_query, n_queries, seqlen_q, keys.first, keys.end - keys.first, seqlen_k, causal, window
+        )
+        return cls(keys, query_order, schedule)
 
     def compacted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, each (batch, seqlen, heads, head_dim), with tokens in the order that `schedule` uses."""
@@ -286,5 +290,50 @@ def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, 
     )
 
 
+def _of_queries(x: Tensor, query_order: Tensor | None, n_queries: Tensor, seqlen_k: int) -> Tensor:
+    """Converts indices of keys in a row to indices in the flattened batch, (batch * seqlen_q,) int32.
+
+    x: (batch, seqlen_q), the index of one key for each query, counted from the start of the row. The result is in the
+    order of query_order. For a query that is padding, the result is the index after the last key of the query's row.
+    """
+    batch, seqlen_q = x.shape
+    ordered = x if query_order is None else x.gather(1, query_order)
+    is_query = torch.arange(seqlen_q, device=x.device) < n_queries[:, None]
+    row = torch.arange(batch, device=x.device)[:, None] * seqlen_k
+    return (torch.where(is_query, ordered, seqlen_k) + row).flatten().int()
+
+
 def _reordered(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[:, :, None, None].expand(-1, -1, *x.shape[2:]))
+
+
+def _schedule(
+    first_query: Tensor,
+    n_queries: Tensor,
+    seqlen_q: int,
+    first_key: Tensor,
+    n_keys: Tensor,
+    seqlen_k: int,
+    causal: bool,
+    window: tuple[int, int],
+) -> Schedule:
+    """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
+
+    Each row's padding forms additional documents, which contain only queries or only keys.
+    """
+    batch, nothing = len(n_keys), torch.zeros_like(n_keys)
+    after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys
+    queries = torch.stack([first_query, nothing, n_queries, after_queries, nothing], -1)  # [batch, 5]
+    keys = torch.stack([nothing, first_key, n_keys, nothing, after_keys], -1)
+    cu_seqlens_q, cu_seqlens_k = (
+        F.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32) for lengths in (queries, keys)
+    )
+    return build_schedule(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        batch * seqlen_q,
+        batch * seqlen_k,
+        causal=causal,
+        window_size=window,
+        seqlen=seqlen_k,
+    )

@@ -272,9 +272,8 @@ def test_a_token_with_a_cache_builds_no_schedule(mask, monkeypatch):
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a schedule was built")
 
-    for module in (schedule, packed_rows):
+    for module in (schedule, key_masks, packed_rows):
         monkeypatch.setattr(module, "build_schedule", forbidden)
-    monkeypatch.setattr(key_masks, "schedule_of_ranges", forbidden)
     k, v = torch.randn(2, *LEFT.shape, 1, 16).transpose(-2, -3)
     o, _ = fa.attention(torch.nn.Identity(), torch.randn(2, 2, 1, 16), k, v, mask, sliding_window=4)
     assert o.shape == (2, 1, 2, 16)
