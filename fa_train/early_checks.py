@@ -54,7 +54,7 @@ def require_equal_settings(own: Mapping[str, Any], of_rank_zero: Mapping[str, An
     """Checks that a rank has the settings of rank 0.
 
     With other settings, ranks would wait for each other, or silently train in different ways. The function
-    ignores keys in `LOCAL`, and texts with a slash: they can be paths, which differ between machines.
+    ignores keys in `LOCAL`. It also ignores texts with a slash, because paths can differ between machines.
     own, of_rank_zero: configs with unresolved interpolations. The text
     ${oc.env:RANK} is equal on all ranks.
     rank: the rank that has `own`, for the error message.
@@ -160,7 +160,7 @@ def require_trained_weights(optimizer: str, precision: str, *, has_adapters: boo
 def require_shardable(optimizer: str, *, quantized: bool) -> None:
     """Checks that strategy=fsdp supports the run. quantized: whether weights have 4 bits.
 
-    Raises: ValueError if the weights or the state of the optimizer cannot be sharded.
+    Raises: ValueError if the run has 4-bit weights, or an optimizer that strategy=fsdp does not support.
     """
     if quantized:
         raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")

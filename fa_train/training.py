@@ -137,7 +137,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
             given[key] = False
     trainer = instantiate(cfg.trainer, **given)
     if trainer.world_size == 1:
-        # A cluster may set RANK=1 also for a run of one process. Lightning has read RANK, and would then log nothing.
+        # A cluster may set RANK=1 also for a run of one process. Lightning reads RANK, and rank 1 logs nothing.
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):

@@ -77,7 +77,7 @@ class StepProgress(ProgressBar):
         description = describe(monitor.latest, monitor.older_val_step)
         self._bar.update(self._task, completed=trainer.global_step, description=description)
         measured = describe({name: value for name, value in monitor.of_latest_step.items() if name != "val/loss"})
-        if not measured:  # the newest log is of a validation
+        if not measured:  # there is no log yet, or the newest log has only val/loss
             return
         if self._lines and measured != self._shown:
             print(f"step {monitor.latest_step}/{trainer.max_steps}  {measured}", flush=True)

@@ -64,8 +64,7 @@ class Record(Callback):
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
             for logger in trainer.loggers:
-                if isinstance(logger, WandbLogger):  # uploads checkpoints; after run.finish no upload is possible
-                    logger.finalize("success")
+                logger.finalize("success")  # uploads checkpoints, which is impossible after run.finish
             _close(run, trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -160,7 +159,7 @@ def log_config(logger: Logger, config: dict[str, Any]) -> None:
 
 
 def _finalize(trainer: L.Trainer, logger: Logger, finalize: Callable[[str], None], status: str) -> None:
-    """Lets a logger finish, or prints an error. After an error, later calls of logger.finalize do nothing.
+    """Calls `finalize`, the logger's own method, and prints its error. After an error, later calls do nothing.
 
     Lightning calls logger.finalize at the end of a run. An exception there would prevent the export, or replace the
     error that has ended the run.

@@ -97,7 +97,7 @@ class MixedRows:
         self.max_documents = max(source.max_documents for source in sources)
 
     def locate(self, index: int) -> tuple[Epoch, int]:
-        """Returns the epoch of a source that a row belongs to, and the row's index in this epoch."""
+        """Returns the epoch that a row belongs to, and the row's index in it. It is an epoch of one source."""
         cycle, position = divmod(index, self.per_epoch)
         source = int(self.order[position])
         return self.sources[source].locate(cycle * int(self._counts[source]) + int(self._before[position]))

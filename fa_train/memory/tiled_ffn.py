@@ -63,7 +63,7 @@ class LinearTensors(NamedTuple):
 
 
 FIELDS = len(LinearTensors._fields)
-Fields = Sequence[Tensor | None]  # the fields of a LinearTensors, because operators cannot take a NamedTuple
+Fields = Sequence[Tensor | None]  # the fields of a LinearTensors; operators cannot take a NamedTuple
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
@@ -87,8 +87,9 @@ def tiled_mlp(
 
     Shapes: x (total, dim) -> (total, dim). The weight of `up` is (2 * ffn_dim, dim), or (ffn_dim, dim) for gelu. The
     weight of `down` is (dim, ffn_dim).
-    The result has autocast's dtype, or x's dtype without autocast. A gradient is computed only if its tensor requires
-    one. Gradients of adapters are rounded to the result's dtype.
+    The result has autocast's dtype, or x's dtype without autocast. The gradients of
+    weights, biases and adapters are computed only for tensors that require them. The gradient of x is always computed.
+    Gradients of adapters are rounded to the result's dtype.
     keep: whether to save up(x) of all tokens. With keep=False, the backward pass recomputes up(x).
     Raises: ValueError if the shapes do not match.
     """
@@ -140,7 +141,7 @@ class _Backward(torch.autograd.Function):
 
 
 class _Kept(_Backward):
-    """The autograd node for keep=True. `forward` computes the FFN, and saves up(x) for the backward of `_Backward`."""
+    """The autograd node for keep=True. `forward` computes the FFN and saves up(x). `_Backward.backward` reads it."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -231,6 +232,8 @@ def mlp_backward(
             del activated  # free the activations before the matmuls below allocate memory
             _input_gradient(d_projected, first, out=dx[rows])
             _add_gradients(sums[:FIELDS], d_projected, x[rows], first)
+            _add_bias_gradient(sums[:FIELDS], d_projected)
+            _add_bias_gradient(sums[FIELDS:], dy[rows])
             del d_projected
     return dx, [d.to(t.dtype) for d, t in zip(sums, tensors, strict=True) if d is not None and t is not None]
 
@@ -273,16 +276,20 @@ def _input_gradient(dy: Tensor, layer: LinearTensors, out: Tensor | None = None)
 
 
 def _add_gradients(sums: Fields, dy: Tensor, x: Tensor, layer: LinearTensors) -> None:
-    """Adds the gradients of a layer's tensors to `sums`, which has None for a tensor that needs no gradient."""
-    d_weight, d_bias, d_a, d_b, *_ = sums
+    """Adds the gradients of a layer's matrices to `sums`, which has None for a tensor that needs no gradient."""
+    d_weight, _, d_a, d_b, *_ = sums
     if d_weight is not None:
         add_product(d_weight, dy.T, x)
-    if d_bias is not None:
-        d_bias += dy.sum(0, dtype=d_bias.dtype)
     if d_a is not None and layer.b is not None:
         add_product(d_a, (dy @ layer.b).T, x)
     if d_b is not None and layer.a is not None:
         add_product(d_b, dy.T, x @ layer.a.T)
+
+
+def _add_bias_gradient(sums: Fields, dy: Tensor) -> None:
+    d_bias = LinearTensors._make(sums).bias
+    if d_bias is not None:
+        d_bias += dy.sum(0, dtype=d_bias.dtype)
 
 
 def activate_outside_autograd(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:

@@ -30,10 +30,11 @@ def nf4_matmul(
     in_features: int,
     transposed: bool,
 ) -> Tensor:
-    """Computes x W, or x W^T if `transposed`. The backward pass dequantizes W again.
+    """Multiplies x by a matrix W, (out_features, in_features). The backward pass dequantizes W again.
 
-    Shapes: x (..., out_features) -> (..., in_features), or the reverse if `transposed`. The tensors other than x are
-    the parts of W, as in `nf4_weight`.
+    With transposed=True, computes x W^T, as a linear layer does: (..., in_features) -> (..., out_features). Otherwise
+    computes x W, as for the gradient of a linear layer's input: (..., out_features) -> (..., in_features). The tensors
+    other than x are the parts of W, as in `nf4_weight`.
     """
     parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
     weight = nf4_weight(parts, out_features, in_features, x.dtype)

@@ -1,6 +1,7 @@
 """Makes Ctrl-C end a program at once while it starts.
 
-This file imports little, because train.py calls it before the imports of its other modules, which take a second.
+This file imports little. train.py imports it first, because the other imports take a second, and Ctrl-C must work
+during them.
 """
 
 import os

@@ -174,7 +174,7 @@ def flex(workload: Workload) -> Attend:
 
 
 def flash(name: str, workload: Workload) -> Attend:
-    """Calls the functions of a module in `MODULES`."""
+    """Returns a function that calls flash_attn_func or flash_attn_varlen_func of a module in `MODULES`."""
     module = import_module(MODULES[name])
     if not workload.documents:
         return lambda q, k, v: output_of(module.flash_attn_func(q, k, v, causal=workload.causal))

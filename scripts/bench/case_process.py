@@ -26,7 +26,7 @@ from scripts.bench.training_case import FEWEST_STEPS, WARMUP, Device, training_c
 
 @dataclass(frozen=True)
 class Case:
-    """name: a variant of scripts.bench.step, or a combination of scripts.bench.memory."""
+    """The settings of one case. name: a variant of scripts.bench.step, or a combination of scripts.bench.memory."""
 
     model: str
     seq_len: int  # tokens
@@ -60,7 +60,10 @@ def add_case_options(parser: argparse.ArgumentParser, seq_lens: Sequence[int]) -
 
 
 def check_case_options(parser: argparse.ArgumentParser, args: argparse.Namespace, overrides: str = "overrides") -> None:
-    """Ends the program with a message if an option is wrong. overrides: the name of the option with overrides."""
+    """Sets the default of --attention. Ends the program with a message if an option is wrong.
+
+    overrides: the name of the option with overrides.
+    """
     args.attention = args.attention or ("sdpa" if args.cpu else "flash")
     require_positive(parser, args, ("steps", "slow_step", "timeout", "seq_lens"))
     require_overrides(parser, args.overrides, overrides)
@@ -74,7 +77,7 @@ def require_device(args: argparse.Namespace, script: str) -> None:
 
 
 def case_of(args: argparse.Namespace, seq_len: int, name: str, *chosen: str) -> Case:
-    """Returns a case with the settings of the command line. chosen: further overrides."""
+    """Returns a case with the settings of the command line. `chosen` comes before its overrides."""
     device: Device = "cpu" if args.cpu else "cuda"
     overrides = (*chosen, *args.overrides)
     return Case(args.model, seq_len, name, device, args.attention, args.steps, args.slow_step, overrides)

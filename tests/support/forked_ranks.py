@@ -58,7 +58,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Runs a Python program in this forked process, as a new interpreter would."""
     os.setsid()
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # a new interpreter keeps ignoring a signal
+        if signal.getsignal(signum) != signal.SIG_IGN:  # a new interpreter inherits ignored signals
             signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()

@@ -27,7 +27,7 @@ def n_rows(total_tokens: int, seq_len: int) -> int:
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
-    """Returns a number of documents that no row exceeds, in any order of the documents. Padding is one document."""
+    """Returns an upper limit for the documents in a row, whatever their order. Padding counts as one document."""
     lengths = lengths[lengths > 0]  # empty documents do not appear in rows
     if not (lengths % seq_len).any():
         return 1  # all lengths are multiples of seq_len, so each row holds tokens of only one document

@@ -89,7 +89,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
     # .csv files in a folder are skipped if there are other files: a .csv file often only describes the other files
     files = ([p for p in once if suffix_of(p) != ".csv"] if base.is_dir() else []) or once
     left_out = {"links to files that are already read": len(found) - len(once), ".csv": len(once) - len(files)}
-    counts = FileCounts(len(files), skipped + Counter(left_out))  # the sum omits counts of 0
+    counts = FileCounts(len(files), skipped + Counter(left_out))  # adding Counters drops counts of 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts
@@ -389,7 +389,7 @@ def _utf8_lines(file: Iterable[str], path: Path) -> Iterator[str]:
 
 
 def without_nulls_below(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes keys with the value null from all objects in the columns of a row of an Arrow table.
+    """Returns a row of an Arrow table. Objects inside its columns lose the keys whose value is null.
 
     Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
     key with the value null. Nulls in the original data look the same as Arrow's nulls, so both are removed.

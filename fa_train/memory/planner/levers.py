@@ -204,7 +204,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _micro_batches(plan: Plan) -> list[Plan]:
-    """Returns the plan with each supported number of rows per micro-batch, from the plan's own number to the fewest.
+    """Returns a plan for each supported number of rows per micro-batch. The first is `plan`; the last has fewest rows.
 
     The number of rows per step stays the same. With float8, the number of tokens of a micro-batch must be a multiple of
     16 (fa_train.preflight.require_float8).
@@ -217,7 +217,7 @@ def _micro_batches(plan: Plan) -> list[Plan]:
 
 
 def _with_smaller_tensors(plan: Plan, attention: str) -> list[Plan]:
-    """Returns the plan with other values of loss_chunk, head_groups, optimizer and precision, the cheapest first.
+    """Returns plans with other values of loss_chunk, head_groups, optimizer and precision, the cheapest first.
 
     attention: as in next_lever. The first plan is `plan`. fa_train.early_checks.require_head_groups refuses head_groups
     without strategy.context, and with other attention than flash.

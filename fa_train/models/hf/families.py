@@ -121,7 +121,7 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
 def _llama(config: Any, **features: Any) -> dict[str, Any]:
     """Returns the fields of ModelConfig for Llama. Every family except GPT-2 starts from the fields of Llama.
 
-    features: fields of Family. They replace the biases that config names.
+    features: fields of Family. A bias given here replaces the bias that config names.
     """
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
     attention_bias = getattr(config, "attention_bias", False)

@@ -157,9 +157,9 @@ def save_pretrained(
     shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger than shard_bytes gets a separate
     file.
     config.json is written last, so an unfinished folder does not contain config.json.
-    Raises: ValueError if `folder` already contains a model. Also raises ValueError if no supported family matches
-        `model`, `model` has no weights or has adapters that are not merged, or one of its weights is NaN or infinite in
-        the dtype that is written.
+    Raises: ValueError if `folder` already contains a model, or no supported family matches `model`. Also raises
+        ValueError if `model` has no weights, or adapters that are not merged. Also raises ValueError if a weight is NaN
+        or infinite in the written dtype.
     """
     model.require_weights()
     folder = Path(folder)
