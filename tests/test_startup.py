@@ -1,7 +1,9 @@
 """Commands that need neither torch nor Lightning do not import them, because the imports take seconds."""
 
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,7 +68,10 @@ def test_a_run_does_not_import_the_libraries_of_other_settings(tmp_path):
 def test_ctrl_c_while_modules_are_imported_prints_one_line(tmp_path):
     (tmp_path / "hydra.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")  # imported first
     environment = quiet_environment() | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    done = subprocess.run([sys.executable, TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
