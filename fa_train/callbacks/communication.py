@@ -76,6 +76,7 @@ def compare_ranks(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[st
     """Gathers `own` from all ranks with one small collective, and returns the result of `compare`.
 
     own: this rank's numbers, by name. The names and their order must be equal on all ranks.
+    group: a gloo group of all ranks, so that the collective does not use the GPU.
     """
     mine = torch.tensor(list(own.values()), dtype=torch.float64)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -16,7 +16,7 @@ from fa_train.models.shards import own_rows
 
 
 class Fill(Protocol):
-    """Fills a tensor with random values and returns it, such as functools.partial(nn.init.normal_, std=0.02)."""
+    """A function that fills a tensor with random values and returns the tensor, such as torch.nn.init.normal_."""
 
     def __call__(self, tensor: Tensor, *, generator: torch.Generator) -> Tensor: ...
 

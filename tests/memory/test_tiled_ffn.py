@@ -1,5 +1,7 @@
 """Compares the chunked FFN with an FFN that processes all tokens at once."""
 
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,6 +153,23 @@ def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
     arguments, dy = draw(activation, False, device)
     run(tiled_mlp, arguments, dy, 25)
     assert places == [True, True]
+
+
+def test_gradients_of_biases_are_computed_after_the_activations_are_freed(device, monkeypatch):
+    """On a GPU, the sum of a bias's gradient needs memory."""
+    activations, freed = [], []
+    backward, add = tiled_ffn.activation_backward, tiled_ffn._add_bias_gradient
+
+    def remember(*arguments, **options):
+        activated, d_projected = backward(*arguments, **options)
+        activations.append(ref(activated))
+        return activated, d_projected
+
+    monkeypatch.setattr(tiled_ffn, "activation_backward", remember)
+    monkeypatch.setattr(tiled_ffn, "_add_bias_gradient", lambda *x: freed.append(activations[-1]() is None) or add(*x))
+    arguments, dy = draw("gelu", True, device)
+    run(tiled_mlp, arguments, dy, 25)
+    assert freed == [True] * 4
 
 
 def test_frozen_weights_cost_no_products(device, monkeypatch):

@@ -158,8 +158,8 @@ def save_pretrained(
     file.
     config.json is written last, so an unfinished folder does not contain config.json.
     Raises: ValueError if `folder` already contains a model, or no supported family matches `model`. Also raises
-        ValueError if `model` has no weights, or adapters that are not merged. Also raises ValueError if a weight is NaN
-        or infinite in the written dtype.
+        ValueError if `model` has no weights, or if its adapters are not merged. Also raises ValueError if a weight is
+        NaN or infinite in the written dtype.
     """
     model.require_weights()
     folder = Path(folder)
